@@ -12,7 +12,8 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+
+from benchmarks.common import Row
 
 
 @dataclass
@@ -36,7 +37,10 @@ class Reply:
         return (self.at[-1] - self.at[0]) / max(1, len(self.at) - 1)
 
 
-async def stream(port: int, path: str, body: dict[str, Any]) -> Reply:
+Ask = Callable[[int, int], Awaitable[Reply]]  # by a client's number and its turn
+
+
+async def stream(port: int, path: str, body: Row) -> Reply:
     """Ask once, and read the stream to its end."""
     reply = Reply()
     began = time.perf_counter()
@@ -74,7 +78,7 @@ async def stream(port: int, path: str, body: dict[str, Any]) -> Reply:
     return reply
 
 
-async def clients(count: int, seconds: float, ask: Callable[[int, int], Awaitable[Reply]]) -> tuple[list[Reply], float]:
+async def clients(count: int, seconds: float, ask: Ask) -> tuple[list[Reply], float]:
     """`count` clients that ask one thing after another for so long: the replies, and the seconds it took.
 
     `ask` is given the client's number and its turn.

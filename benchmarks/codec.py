@@ -20,22 +20,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
 from moepack.pack.codec import exponent_fast, fp8
+from moepack.pack.codec.bits import Bf16Bits, Codes
 
 SHAPES = {"Qwen3-30B-A3B gate and up": (1536, 2048), "Qwen3-30B-A3B down": (2048, 768), "Mixtral down": (4096, 14336)}
+Coded = Any  # what a codec makes or gives back: bytes or an array
 SMALL = 1 << 24  # weights: matrices up to this are measured in ten times as many rounds
 
 
-def gaussian(shape: tuple[int, int], seed: int) -> np.ndarray[Any, Any]:
+def gaussian(shape: tuple[int, int], seed: int) -> Bf16Bits:
     """BF16 bits of N(0, 0.02) weights, uint16."""
     values = np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
     rounded = values.view(np.uint32) + 0x7FFF + (values.view(np.uint32) >> 16 & 1)
     return (rounded >> 16).astype(np.uint16).reshape(-1)
 
 
-def trained(checkpoint: Path) -> list[np.ndarray[Any, Any]]:
+def trained(checkpoint: Path) -> list[Bf16Bits]:
     """The expert matrices of a checkpoint, BF16 bits."""
     from safetensors import safe_open
 
@@ -50,7 +53,7 @@ def trained(checkpoint: Path) -> list[np.ndarray[Any, Any]]:
     return out
 
 
-def entropy(bits: np.ndarray[Any, Any]) -> float:
+def entropy(bits: npt.NDArray[np.integer[Any]]) -> float:
     """Bits of entropy of the exponents."""
     p = np.bincount(bits >> 7 & 255, minlength=256) / bits.size
     return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
@@ -60,7 +63,7 @@ class Codec:
     """One codec on one array: `encode` returns what `decode` takes; `size` its bytes."""
 
     def __init__(
-        self, name: str, encode: Callable[[], Any], decode: Callable[[Any], Any], size: Callable[[Any], int]
+        self, name: str, encode: Callable[[], Coded], decode: Callable[[Coded], Coded], size: Callable[[Coded], int]
     ) -> None:
         self.name = name
         self.encode = encode
@@ -68,11 +71,11 @@ class Codec:
         self.size = size
 
 
-def codecs(bits: np.ndarray[Any, Any]) -> list[Codec]:
+def codecs(bits: Bf16Bits) -> list[Codec]:
     """Those that are installed, on the same bytes and one thread."""
     out = np.empty_like(bits)
 
-    def decode(coded: Any) -> Any:
+    def decode(coded: Coded) -> Coded:
         exponent_fast.decode_into(coded, out, 1)
         return out
 
@@ -82,11 +85,11 @@ def codecs(bits: np.ndarray[Any, Any]) -> list[Codec]:
         def at(level: int) -> Codec:
             """Ours, which sets the level first: others may have run between."""
 
-            def encode() -> Any:
+            def encode() -> Coded:
                 native.use_level(level)
                 return exponent_fast.encode(bits, 1)
 
-            def decode_at(coded: Any) -> Any:
+            def decode_at(coded: Coded) -> Coded:
                 native.use_level(level)
                 return decode(coded)
 
@@ -108,14 +111,14 @@ def codecs(bits: np.ndarray[Any, Any]) -> list[Codec]:
     return made
 
 
-def same(decoded: Any, bits: np.ndarray[Any, Any]) -> bool:
+def same(decoded: Coded, bits: Bf16Bits | Codes) -> bool:
     """Whether what came back is what went in."""
     return bytes(decoded.tobytes() if hasattr(decoded, "tobytes") else decoded) == bits.tobytes()
 
 
-def speed(name: str, bits: np.ndarray[Any, Any], runs: int) -> list[dict[str, Any]]:
+def speed(name: str, bits: Bf16Bits, runs: int) -> list[Row]:
     """A row a codec, and one for a memory copy."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     amount = bits.nbytes / 1e9
     out = np.empty_like(bits)
     floor = 8 + entropy(bits)
@@ -125,7 +128,7 @@ def speed(name: str, bits: np.ndarray[Any, Any], runs: int) -> list[dict[str, An
         if not same(codec.decode(coded), bits):
             raise SystemExit(f"{codec.name} did not give back {name}")
         size = 8 * codec.size(coded) / bits.size
-        row: dict[str, Any] = {"matrix": name, "codec": codec.name, "threads": 1, "exponent entropy": floor - 8}
+        row: Row = {"matrix": name, "codec": codec.name, "threads": 1, "exponent entropy": floor - 8}
         rows.append({**row, "bits/weight": size, "over floor": f"{100 * (size / floor - 1):+.2f} %"})
         work += [codec.encode, functools.partial(codec.decode, coded)]
     rows.append({"matrix": name, "codec": "memory copy", "threads": 1})
@@ -153,7 +156,7 @@ def turns(work: Sequence[Callable[[], object]], runs: int) -> list[list[float]]:
     return [t[1:] for t in times]
 
 
-def ratios(rows: list[dict[str, Any]], what: str) -> dict[str, float]:
+def ratios(rows: list[Row], what: str) -> dict[str, float]:
     """Ours over ZipNN's, by engine, each the least of the matrices."""
     found: dict[str, float] = {}
     for r in rows:
@@ -162,7 +165,7 @@ def ratios(rows: list[dict[str, Any]], what: str) -> dict[str, float]:
     return found
 
 
-def sizes(name: str, matrices: list[np.ndarray[Any, Any]]) -> dict[str, Any]:
+def sizes(name: str, matrices: list[Bf16Bits]) -> Row:
     """Bits a weight over many matrices, each coded on its own."""
     weights = sum(m.size for m in matrices)
     floor = sum(m.size * (8 + entropy(m)) for m in matrices) / weights
@@ -177,7 +180,7 @@ def sizes(name: str, matrices: list[np.ndarray[Any, Any]]) -> dict[str, Any]:
     }
 
 
-def fp8_codes(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def fp8_codes(bits: Bf16Bits) -> Codes:
     """E4M3 codes of BF16 bits, the greatest of 16,384 in a row, as many as in a block of 128 by 128, scaled to 448."""
     import torch
 
@@ -187,7 +190,7 @@ def fp8_codes(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return codes.view(torch.uint8).reshape(-1)[: len(weight)].numpy().copy()
 
 
-def fp8_sizes(name: str, matrices: list[np.ndarray[Any, Any]]) -> dict[str, Any]:
+def fp8_sizes(name: str, matrices: list[Codes]) -> Row:
     """Bits a code over many matrices of codes, each coded on its own, beside four bits and the exponents' entropy."""
     codes = sum(m.size for m in matrices)
     floor = sum(m.size * (4 + entropy(m.astype(np.uint16) << 4 & 0x780)) for m in matrices) / codes
@@ -197,11 +200,11 @@ def fp8_sizes(name: str, matrices: list[np.ndarray[Any, Any]]) -> dict[str, Any]
     return {**row, "bits/weight": ours, "over floor": over}
 
 
-def fp8_speed(name: str, codes: np.ndarray[Any, Any], runs: int) -> list[dict[str, Any]]:
+def fp8_speed(name: str, codes: Codes, runs: int) -> list[Row]:
     """Coding and decoding FP8 codes: a row for every level of the compiled loops."""
     native = exponent_fast.engine()
     out = np.empty_like(codes)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for level in range(native.BEST + 1) if native else [None]:
         if native:
             native.use_level(level)
@@ -225,7 +228,7 @@ def fp8_speed(name: str, codes: np.ndarray[Any, Any], runs: int) -> list[dict[st
     return rows
 
 
-def fp8_report(checkpoint: Path, runs: int) -> tuple[list[dict[str, Any]], list[Target]]:
+def fp8_report(checkpoint: Path, runs: int) -> tuple[list[Row], list[Target]]:
     """Sizes and speeds of FP8; wanted: at most 6.9 bits a code, and 2 GB/s a thread with AVX2."""
     name = "Qwen3-30B-A3B down"
     bits = gaussian(SHAPES["Qwen3-30B-A3B down"], 1)
@@ -250,7 +253,7 @@ def main() -> None:
     speeds_of = ["encode GB/s", "decode GB/s"]
     columns = ["matrix", "codec", "threads", "exponent entropy", "bits/weight", "over floor", *speeds_of]
     shapes = dict(list(SHAPES.items())[:2]) if args.quick else SHAPES
-    one: list[dict[str, Any]] = []
+    one: list[Row] = []
     for i, (name, shape) in enumerate(shapes.items()):
         one += speed(name, gaussian(shape, i), runs)
     totals = [

@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+Row = dict[str, Any]  # a row of results by column, or a result's other facts: what JSON holds
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
@@ -31,7 +33,7 @@ class Target:
         return self.value >= self.target if self.better == "higher" else self.value <= self.target
 
 
-def machine() -> dict[str, Any]:
+def machine() -> Row:
     """The machine and the libraries, as far as results depend on them."""
     model = platform.processor() or platform.machine()
     flags: set[str] = set()
@@ -105,14 +107,7 @@ def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> 
     return bundle
 
 
-def positive(text: str) -> int:
-    """A number of rounds, from the command line."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
-def show(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+def show(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
     """Print a table."""
     from rich.console import Console
     from rich.table import Table
@@ -126,10 +121,10 @@ def show(title: str, columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> 
 def finish(
     title: str,
     columns: Sequence[str],
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[Row],
     targets: Sequence[Target],
     out: Path | None,
-    more: dict[str, Any] | None = None,
+    more: Row | None = None,
 ) -> None:
     """Print the table and the targets; write the JSON file where one is wanted, with `more` in it."""
     from rich.console import Console
@@ -150,7 +145,7 @@ def finish(
         out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def _cell(value: Any) -> str:
+def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)

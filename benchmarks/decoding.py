@@ -10,12 +10,15 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moepack.families.arguments import cache_in, with_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last the normal distribution's will do.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 11: 2.20, 15: 2.13, 23: 2.07, 31: 2.04, 47: 2.01}
@@ -79,7 +82,7 @@ class Decoded:
         return Mean.of([a - b for a, b in pairs])
 
 
-def decode(model: Any, texts: Sequence[Text], prompt: int, reference: Decoded | None = None) -> Decoded:
+def decode(model: PreTrainedModel, texts: Sequence[Text], prompt: int, reference: Decoded | None = None) -> Decoded:
     """Go through all windows in order.
 
     Args:
@@ -106,7 +109,7 @@ def decode(model: Any, texts: Sequence[Text], prompt: int, reference: Decoded | 
     return out
 
 
-def _window(model: Any, ids: Tensor, prompt: int, out: Decoded) -> Tensor:
+def _window(model: PreTrainedModel, ids: Tensor, prompt: int, out: Decoded) -> Tensor:
     """Logits before each token after the prompt, float32 [tokens, vocabulary]."""
     began = time.perf_counter()
     got = model(ids[None, :prompt], use_cache=True, logits_to_keep=1)

@@ -22,9 +22,17 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.common import arguments, finish
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch._ops import OpOverload
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    from moepack.calibrate.stream import StreamedModel
+    from moepack.runtime.served_model import CausalModel
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "families.json"
@@ -40,7 +48,7 @@ CLOSE = 1e-3  # of the logits' norm; weights are the same, sums are in another o
 _HAS_EXPERTS = re.compile(r"use_experts_implementation|^class \w*(Experts|MoE|Moe|MOE|SparseMoeBlock)\w*\(", re.M)
 _ATTENTION = re.compile(r'"((?:full|\w*sliding|chunked|indexed|linear|window|\w*compressed_sparse)_attention)"')
 # By any of the names that families have for it, what a configuration is made small with.
-SMALL: dict[str, Any] = {
+SMALL: dict[str, object] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -110,7 +118,7 @@ SMALL: dict[str, Any] = {
     "attention_chunk_size": 8,
     "sliding_window_size": 8,
 }
-TOWER: dict[str, Any] = {
+TOWER: dict[str, object] = {
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 1,
@@ -123,7 +131,7 @@ TOWER: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 16,
 }
-_QWEN4: dict[str, Any] = {
+_QWEN4: dict[str, object] = {
     "num_hidden_layers": 4,
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -136,36 +144,36 @@ _QWEN4: dict[str, Any] = {
     "ngram_vocab_size_base": 100,
     "split_ngram_parts": 2,
 }
-_SLIDES: dict[str, Any] = {
+_SLIDES: dict[str, object] = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
-_DENSE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-_CHUNKED: dict[str, Any] = {
+_DENSE: dict[str, object] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+_CHUNKED: dict[str, object] = {
     "num_experts_per_tok": 1,
     "intermediate_size_mlp": 96,
     "num_hidden_layers": 3,
     "no_rope_layers": [1, 0, 1],
     "moe_layers": [1, 2],
 }
-_NOTE: dict[str, Any] = {
+_NOTE: dict[str, object] = {
     **_DENSE,
     "num_hidden_layers": 3,
     "layer_types": ["indexed_attention", "sliding_attention", "full_attention"],
 }
-_M3: dict[str, Any] = {
+_M3: dict[str, object] = {
     **_DENSE,
     "num_hidden_layers": 3,
     "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
 }
-_INKLING: dict[str, Any] = {
+_INKLING: dict[str, object] = {
     **_DENSE,
     "num_hidden_layers": 3,
     "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
 }
 _FOUR = {"num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 _SHARED = {**_FOUR, "indexer_types": ["full", "shared", "full", "shared"]}  # a choice of tokens serves two layers
-_GEMMA4: dict[str, Any] = {
+_GEMMA4: dict[str, object] = {
     "enable_moe_block": True,
     "top_k_experts": 2,
     "hidden_size_per_layer_input": 16,
@@ -175,7 +183,7 @@ _GEMMA4: dict[str, Any] = {
     "num_kv_shared_layers": 2,
     "sliding_window": 16,
 }
-_INKLING2: dict[str, Any] = {
+_INKLING2: dict[str, object] = {
     "num_hidden_layers": 4,
     "n_layers_per_attn_res_block": 2,
     "layer_types": ["hybrid_sliding", "hybrid"] * 2,
@@ -342,12 +350,12 @@ def attentions(model_type: str) -> set[str]:
     return {found.removesuffix("_attention") for found in _ATTENTION.findall(_source(model_type))}
 
 
-def small(model_type: str) -> Any:
+def small(model_type: str) -> PreTrainedConfig:
     """The configuration of a small model."""
     return _small(_by_name(model_type), SMALL, OWN.get(model_type, {}))
 
 
-def _by_name(model_type: Any) -> Any:
+def _by_name(model_type: str) -> type[PreTrainedConfig] | None:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
@@ -356,10 +364,10 @@ def _by_name(model_type: Any) -> Any:
         return None
 
 
-def _small(kind: Any, values: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
+def _small(kind: Any, values: Mapping[str, object], own: Mapping[str, Any]) -> PreTrainedConfig:
     known = {f.name for f in dataclasses.fields(kind)}
     parts = getattr(kind, "sub_configs_defaults", {})
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for name, spec in parts.items():
         part = _by_name(spec.model_type) or spec.config_class
         if dataclasses.is_dataclass(part) and name in known:
@@ -369,13 +377,14 @@ def _small(kind: Any, values: Mapping[str, Any], own: Mapping[str, Any]) -> Any:
             given[name] = made.to_dict()
     reached = known | set(getattr(kind, "attribute_map", {}))
     given |= {n: v for n, v in values.items() if n in reached and not (parts and n not in _PLAIN)}
-    return kind(**{**given, **(own.get("", {}) if parts else own)})
+    whole: PreTrainedConfig = kind(**{**given, **(own.get("", {}) if parts else own)})
+    return whole
 
 
 _PLAIN = ("pad_token_id", "bos_token_id", "eos_token_id")  # what a configuration of parts has of its own
 
 
-def save(config: Any, path: Path, tokenizer: Path) -> Any:
+def save(config: PreTrainedConfig, path: Path, tokenizer: Path) -> Any:
     """A random model of a configuration, saved as a checkpoint that a user would download."""
     import torch
 
@@ -425,7 +434,7 @@ def attempt(family: Family, folder: Path) -> dict[str, str]:
             return row | {"outcome": "broken", "why": f"{type(error).__name__}: {_line(error, folder)}"}
 
 
-def layout(stream: Any) -> str:
+def layout(stream: StreamedModel) -> str:
     """How a checkpoint has its experts, from which follow the released formats that are read of such a model."""
     from moepack.calibrate.experts import parameter_names
 
@@ -468,7 +477,12 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> dict[str, str]:
     want = Passes.of(exact, ids)
     why = ""
     asked: dict[str, Any] = {"policy": "static:bf16", "dtype": torch.float32}
-    given: dict[str, Any] = {"prefill_tokens": TOKENS[0], "kv_tokens": len(ids[0]) + 8, "batch": 1, "all_logits": True}
+    given: dict[str, Any] = {
+        "prefill_tokens": TOKENS[0],
+        "kv_tokens": len(ids[0]) + 8,
+        "batch": 1,
+        "all_logits": True,
+    }
     try:  # no small model needs more than a GiB
         ours = moepack.load(bundle, device_memory=1 << 30, **given, **asked)
     except InputError as error:
@@ -531,12 +545,12 @@ class Passes:
     may be given: of experts, of groups of them, and of an indexer's tokens.
     """
 
-    def __init__(self, logits: Any, choices: list[Any]) -> None:
+    def __init__(self, logits: Tensor, choices: list[Tensor]) -> None:
         self.logits = logits
         self.choices = choices
 
     @staticmethod
-    def of(model: Any, ids: Any, given: Sequence[Any] | None = None, served: bool = False) -> Passes:
+    def of(model: CausalModel, ids: Tensor, given: Sequence[Tensor] | None = None, served: bool = False) -> Passes:
         """Run a model over `ids`, with the choices `given`, in order, in place of its own; `served`: by the engine."""
         import torch
 
@@ -552,22 +566,23 @@ class Passes:
         return float((self.logits - want.logits).norm() / want.logits.norm())
 
 
-def _by_itself(model: Any) -> Callable[[Any], Any]:
+def _by_itself(model: CausalModel) -> Callable[[Tensor], Tensor]:
     """Passes of a model with a cache of its own, from ids to logits."""
     from moepack.families.arguments import cache_in, with_cache
 
-    cache: dict[str, Any] = {}
+    cache: dict[str, object] = {}
 
-    def run(ids: Any) -> Any:
+    def run(ids: Tensor) -> Tensor:
         nonlocal cache
         out = model(input_ids=ids, use_cache=True, **cache)
         cache = with_cache(model, cache_in(out))
-        return out.logits
+        logits: Tensor = out.logits
+        return logits
 
     return run
 
 
-def _by_engine(model: Any) -> Callable[[Any], Any]:
+def _by_engine(model: CausalModel) -> Callable[[Tensor], Tensor]:
     """Passes of the server's engine: packed, or, where the model cannot be packed, of one sequence each."""
     from moepack.server.batching.engine import Engine, StepInput
     from moepack.server.batching.packed_cache import NotPackable
@@ -579,7 +594,7 @@ def _by_engine(model: Any) -> Callable[[Any], Any]:
     engine.remove(first)
     slot = engine.add(wanted=sum(TOKENS))
 
-    def run(ids: Any) -> Any:
+    def run(ids: Tensor) -> Tensor:
         (logits,) = engine.run([StepInput(slot, ids[0].tolist(), wanted=ids.shape[1])])
         assert logits is not None
         return logits[None]
@@ -598,7 +613,7 @@ def _in_transformers() -> bool:
     return False
 
 
-def _choices(given: Sequence[Any] | None) -> Any:
+def _choices(given: Sequence[Tensor] | None) -> Any:
     """A mode of torch that keeps the indices of what is greatest among floats, or gives those that are `given`."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -609,10 +624,10 @@ def _choices(given: Sequence[Any] | None) -> Any:
     class Choices(TorchDispatchMode):
         def __init__(self) -> None:
             super().__init__()  # type: ignore[no-untyped-call]
-            self.made: list[Any] = []
+            self.made: list[Tensor] = []
             self._left = None if given is None else iter(given)
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, function: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
             out = function(*args, **(kwargs or {}))
             if function not in axis_at or not args[0].is_floating_point() or not _in_transformers():
                 return out
@@ -629,7 +644,7 @@ def _choices(given: Sequence[Any] | None) -> Any:
     return Choices()
 
 
-def _calibrates(stream: Any, plain: Any) -> bool:
+def _calibrates(stream: StreamedModel, plain: PreTrainedModel) -> bool:
     """Whether what goes through the layers one by one is what goes through the plain model's, for two texts."""
     import torch
 

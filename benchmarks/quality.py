@@ -12,9 +12,8 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import Target, built, finish, model_arguments, texts
+from benchmarks.common import Row, Target, built, finish, model_arguments, texts
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.runtime.patches import quiet_libraries
@@ -35,7 +34,7 @@ def main() -> None:
 
     plain = evaluate(args.checkpoint, data, LoadOptions(dtype="float32"), samples=windows)
     names = [Path(f.file).stem for f in plain.files]
-    rows: list[dict[str, Any]] = [
+    rows: list[Row] = [
         {
             "version": "transformers",
             "bits/weight": 16.0,
@@ -53,7 +52,7 @@ def main() -> None:
                 score = evaluate(
                     bundle, data, LoadOptions(policy=f"static:{version}", dtype="float32"), samples=windows
                 )
-                row: dict[str, Any] = {
+                row: Row = {
                     "version": version if version == "bf16" else f"{version} {method}",
                     "bits/weight": described["bits_per_weight"],
                     "loss": facts["loss"][version],

@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
 from moepack.pack.spec import Version
 from moepack.quantize.gptq import SWEEPS
 from moepack.quantize.grid import dequantise
@@ -157,11 +156,11 @@ def product_speed() -> float:
     return 2 * 2048**3 / statistics.median(times[1:])
 
 
-def summarise(name: str, errors: Errors, seconds: dict[str, float], floor: float) -> list[dict[str, Any]]:
+def summarise(name: str, errors: Errors, seconds: dict[str, float], floor: float) -> list[Row]:
     """The table's rows of one set."""
     rows = []
     for method in METHODS:
-        row: dict[str, Any] = {"experts": name, "method": method}
+        row: Row = {"experts": name, "method": method}
         row |= {v: statistics.geometric_mean(errors[method][v]) for v in WIDTHS}
         row |= {"seconds": seconds[method], "ours is x faster": seconds[method] / seconds["gptq"]}
         if method == "gptq" and floor:
@@ -209,7 +208,7 @@ def main() -> None:
     warm = generated(64, 128)
     measure(warm, versions, 1, {}, {})
 
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     held: list[Target] = []
 
     def add(name: str, cases: Callable[[], Iterator[Case]], runs: int, is_generated: bool) -> None:

@@ -16,6 +16,7 @@ waited and fetched. Without arguments: the model and texts in examples/.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import json
@@ -30,10 +31,9 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from benchmarks.clients import Reply, clients, percentile, stream
-from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.clients import Ask, Reply, clients, percentile, stream
+from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
 from benchmarks.limited.cage import Cage
 from moepack.runtime.planning.sizes import parse_size
 
@@ -103,7 +103,7 @@ def texts(path: Path) -> list[str]:
     return out
 
 
-def asking(port: int, model: str, prompts: list[list[str]], tokens: int, length: int, own: bool) -> Any:
+def asking(port: int, model: str, prompts: list[list[str]], tokens: int, length: int, own: bool) -> Ask:
     """What a client does in its turn: a prompt of the file whose turn it is."""
 
     async def ask(number: int, turn: int) -> Reply:
@@ -117,12 +117,12 @@ def asking(port: int, model: str, prompts: list[list[str]], tokens: int, length:
     return ask
 
 
-def measured(ask: Any, count: int, seconds: float) -> dict[str, Any]:
+def measured(ask: Ask, count: int, seconds: float) -> Row:
     """A row of the table."""
     replies, took = asyncio.run(clients(count, seconds, ask))
     good = [r for r in replies if r.error is None]
     failed = [r.error for r in replies if r.error is not None]
-    row: dict[str, Any] = {"clients": count, "answers": len(good), "errors": len(failed)}
+    row: Row = {"clients": count, "answers": len(good), "errors": len(failed)}
     if failed:
         row["error"] = str(failed[0])[:200]
     if good:
@@ -132,9 +132,10 @@ def measured(ask: Any, count: int, seconds: float) -> dict[str, Any]:
     return row
 
 
-def live(port: int) -> Any:
+def live(port: int) -> Row:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/live") as answer:
-        return json.load(answer)
+        found: Row = json.load(answer)
+        return found
 
 
 def resident(pid: int) -> int:
@@ -144,13 +145,18 @@ def resident(pid: int) -> int:
 
 
 def soak(
-    bundle: Path, memory: str, prompts: list[list[str]], options: Any, cage: Cage | None, serving: Sequence[str]
-) -> tuple[list[Any], list[Target]]:
+    bundle: Path,
+    memory: str,
+    prompts: list[list[str]],
+    options: argparse.Namespace,
+    cage: Cage | None,
+    serving: Sequence[str],
+) -> tuple[list[Row], list[Target]]:
     """One server under a load that shifts, for so long: memory, promotions and errors, ten times."""
     budget = ("--memory", "auto") if cage is not None else ("--device-memory", memory)
     with moepack_serve(bundle, *serving, *budget, cage=cage) as (port, pid):
         began = time.monotonic()
-        rows = list[dict[str, Any]]()
+        rows = list[Row]()
         # clients that left half-way as they meant to, or because no end came
         errors = 0
         gone = [0, 0]
@@ -197,10 +203,10 @@ def soak(
 
 
 def in_cage(
-    bundle: Path, prompts: list[list[str]], cage: Cage, serving: Sequence[str], options: Any
-) -> tuple[list[Any], list[Target]]:
+    bundle: Path, prompts: list[list[str]], cage: Cage, serving: Sequence[str], options: argparse.Namespace
+) -> tuple[list[Row], list[Target]]:
     """Rows by clients of one server that takes what a cage has: a pass of more clients needs more experts at once."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with moepack_serve(bundle, *serving, "--memory", "auto", cage=cage) as (port, _):
         ask = asking(port, "model", prompts, options.tokens, options.length, True)
         measured(ask, 1, 5.0)
@@ -218,7 +224,7 @@ def in_cage(
     return rows, [Target("errors", sum(row["errors"] for row in rows), 0, "lower"), *caged(cage, process)[:2]]
 
 
-def caged(cage: Cage, row: dict[str, Any]) -> list[Target]:
+def caged(cage: Cage, row: Row) -> list[Target]:
     """What a server in a cage is held to: the kernel did not kill it, and it stayed below the limit."""
     return [
         Target("peak of the process by the cage", row["process MB"] * 1e6 / cage.limit, 1.0, "lower"),
@@ -228,10 +234,10 @@ def caged(cage: Cage, row: dict[str, Any]) -> list[Target]:
 
 
 def compare(
-    bundle: Path, checkpoint: Path | None, memory: str, prompts: list[list[str]], options: Any
-) -> tuple[list[Any], list[Target]]:
+    bundle: Path, checkpoint: Path | None, memory: str, prompts: list[list[str]], options: argparse.Namespace
+) -> tuple[list[Row], list[Target]]:
     """Rows by server and clients, and what the first policy is held to."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     counts, seconds = ((1, 16), 4.0) if options.quick else (CLIENTS, options.seconds)
     waits = peak = 0.0
     for policy in POLICIES[: 1 if options.quick else None]:

@@ -10,6 +10,7 @@ moepack leaves out (runtime/patches.py). Processor time is printed beside the cl
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import resource
@@ -19,9 +20,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import EXAMPLES, Target, arguments, finish
+from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
 from benchmarks.serve import built
 
 IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
@@ -66,7 +66,7 @@ def main() -> None:
     finish(f"from start to token, {os.cpu_count()} processors", columns, rows, targets, args.json)
 
 
-def measured(bundle: str, repeat: int) -> list[dict[str, Any]]:
+def measured(bundle: str, repeat: int) -> list[Row]:
     """Medians of each way, in turns."""
     left_out = f"from moepack.runtime.patches import leave_out; leave_out('serve'); {IMPORTS}"
     generate = [sys.executable, "-m", "moepack", "generate", bundle, "--prompt", "The", "--max-new-tokens", "1"]
@@ -84,11 +84,11 @@ def measured(bundle: str, repeat: int) -> list[dict[str, Any]]:
     return [_row(name, of) for name, of in found.items()]
 
 
-def _row(name: str, of: list[tuple[float, float]]) -> dict[str, Any]:
+def _row(name: str, of: list[tuple[float, float]]) -> Row:
     return {"what": name, "s": statistics.median(s for s, _ in of), "processor s": statistics.median(c for _, c in of)}
 
 
-def predicted(bundle: str, args: Any) -> tuple[list[dict[str, Any]], list[Target]]:
+def predicted(bundle: str, args: argparse.Namespace) -> tuple[list[Row], list[Target]]:
     """What `plan` predicts for decoding one sequence, and what decoding a text token by token takes then."""
     import torch
 
@@ -100,7 +100,7 @@ def predicted(bundle: str, args: Any) -> tuple[list[dict[str, Any]], list[Target
 
     lines = [json.loads(line) for line in args.data.read_text().splitlines()[:64]]
     ids = load_tokenizer(Path(bundle))(" ".join(str(line["text"]) for line in lines)).input_ids
-    own: dict[str, Any] = {"kv_tokens": args.tokens + 64, "prefill_tokens": 16, "all_logits": False}
+    own: Row = {"kv_tokens": args.tokens + 64, "prefill_tokens": 16, "all_logits": False}
     found = plan(bundle, LoadOptions(memory=args.memory, policy=args.policy, **own))
     model = moepack.load(bundle, memory=args.memory, policy=args.policy, **own)
     first = min(32, args.tokens // 4)
@@ -114,7 +114,7 @@ def predicted(bundle: str, args: Any) -> tuple[list[dict[str, Any]], list[Target
 
         for number, token in enumerate(ids[: args.tokens]):
             began = now() if number == first else began
-            kept: dict[str, Any] = {} if out is None else with_cache(model, cache_in(out))
+            kept: Row = {} if out is None else with_cache(model, cache_in(out))
             out = model(torch.tensor([[token]]), use_cache=True, **kept)
         took, busy, waited, fetched = ((b - a) / (args.tokens - first) for a, b in zip(began, now(), strict=True))
     rate = 1 / took

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,10 @@ from moepack.families.mtp import layer_of, mtp_layers
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
+
     from .checkpoint import Checkpoint
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}  # that a parameter may have in a file
@@ -50,13 +54,6 @@ RULES: tuple[tuple[str, str, Callable[[Shape], bool]], ...] = (
 )
 
 
-class Fate(NamedTuple):
-    """What becomes of a tensor of a file."""
-
-    what: str  # "stored", "tied" or "left out"
-    why: str  # the parameter that it becomes a part of; the parameter that the model ties to another; or the reason
-
-
 @dataclass
 class Ledger:
     """Where each of a checkpoint's weights goes, by its name in a checkpoint that is not quantised."""
@@ -70,22 +67,10 @@ class Ledger:
     turned: dict[str, str] = field(default_factory=dict)  # weight -> the parameter that it is, by a tied one's name
     left_out: dict[str, str] = field(default_factory=dict)  # weight -> the reason
 
-    def fates(self, checkpoint: Checkpoint) -> dict[str, Fate]:
-        """The fate of every tensor of the files, scales of activations beside an encoded weight by themselves."""
-        by_weight = {key: Fate("stored", target) for target, keys in self.targets.items() for key in keys}
-        by_weight |= {key: Fate("tied", target) for key, target in self.ties.items()}
-        by_weight |= {key: Fate("left out", why) for key, why in self.left_out.items()}
-        out: dict[str, Fate] = {}
-        for weight, fate in by_weight.items():
-            encoded = checkpoint.encoded.get(weight)
-            out |= dict.fromkeys((weight,) if encoded is None else encoded.names, fate)
-            for name in () if encoded is None else encoded.leftovers:
-                if (why := _rule(name, checkpoint.shape(name))) is not None:
-                    out[name] = Fate("left out", why)
-        return out
 
-
-def account(checkpoint: Checkpoint, model: Any, mapping: Sequence[Any], decoder_layers: int) -> Ledger:
+def account(
+    checkpoint: Checkpoint, model: PreTrainedModel, mapping: Sequence[WeightTransform], decoder_layers: int
+) -> Ledger:
     """Find the place of every weight of a checkpoint in a model on the meta device.
 
     Args:
@@ -128,7 +113,11 @@ _Route = dict[str | None, list[str]]
 
 
 def _routes(
-    checkpoint: Checkpoint, model: Any, state: dict[str, Any], mapping: Sequence[Any], ledger: Ledger
+    checkpoint: Checkpoint,
+    model: PreTrainedModel,
+    state: dict[str, Tensor],
+    mapping: Sequence[WeightTransform],
+    ledger: Ledger,
 ) -> tuple[dict[str, _Route], dict[str, str]]:
     """Find the route to each parameter; and of weights without a place in the model, their names as it would have them.
 
@@ -164,9 +153,9 @@ def _natural(key: str) -> list[tuple[int, int, str]]:
     return [(0, len(part.lstrip("0")), part) if number else (1, 0, part) for number, part in parts]
 
 
-def _is_past_the_last(model: Any, target: str, key: str) -> bool:
+def _is_past_the_last(model: PreTrainedModel, target: str, key: str) -> bool:
     """Whether a tensor belongs to an expert without weights, for which some checkpoints have tensors."""
-    module = model.get_submodule(target.rpartition(".")[0])
+    module: Any = model.get_submodule(target.rpartition(".")[0])
     numbers = re.findall(r"\.experts\.(\d+)\.", key) if getattr(module, "experts_without_weights", 0) else []
     return bool(numbers) and int(numbers[-1]) >= module.num_experts
 
@@ -193,14 +182,14 @@ class _Shapes:
     A conversion of weights of the same shapes is tried once, for all layers.
     """
 
-    def __init__(self, checkpoint: Checkpoint, model: Any, mapping: Sequence[Any]) -> None:
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, mapping: Sequence[WeightTransform]) -> None:
         from transformers.core_model_loading import WeightConverter
 
         self._checkpoint = checkpoint
         self._model = model
         converters = [m for m in mapping if isinstance(m, WeightConverter)]
         self._of_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-        self._known: dict[Any, dict[str, tuple[int, ...]]] = {}
+        self._known: dict[Hashable, dict[str, tuple[int, ...]]] = {}
 
     def of(self, target: str, route: _Route) -> dict[str, tuple[int, ...]]:
         """The shapes of the parameters that a route makes, `target` among them, by name."""
@@ -270,7 +259,7 @@ def _dtype(checkpoint: Checkpoint, target: str, keys: Sequence[str], floating: b
     return FLOATS[next(iter(found))] if len(found) == 1 else torch.float32
 
 
-def _another_shape(name: str, shape: tuple[int, ...], state: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _another_shape(name: str, shape: tuple[int, ...], state: Mapping[str, Tensor], keys: Sequence[str]) -> str:
     if name not in state:
         return f"{keys[-1]} makes {name}, for which the model has no place"
     what = f"{keys[-1]} and {len(keys) - 1} others make {name}, which" if len(keys) > 1 else name
@@ -278,7 +267,7 @@ def _another_shape(name: str, shape: tuple[int, ...], state: Mapping[str, Any], 
 
 
 def _leave_out(
-    checkpoint: Checkpoint, model: Any, unplaced: Mapping[str, str], decoder_layers: int, ledger: Ledger
+    checkpoint: Checkpoint, model: PreTrainedModel, unplaced: Mapping[str, str], decoder_layers: int, ledger: Ledger
 ) -> None:
     """Note the reason for which each weight without a place is left out. Raises InputError without a reason."""
     config = model.config.get_text_config().to_dict()

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,10 @@ from moepack.pack.safetensors_file import Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, encoding_of
 
 from .released import Encoded, find_encoded, read_scheme
-from .released.find import Scheme
+from .released.parts import Scheme
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Patterns of the files besides config.json that a bundle copies: those that transformers reads for tokenizers,
 # processors and generation, and licences.
@@ -84,7 +87,7 @@ class Checkpoint:
 
     path: Path  # its directory
     name: str  # the name that the user gave, for reports
-    config: Any  # the transformers configuration
+    config: PreTrainedConfig  # the transformers configuration
     headers: Mapping[str, Header]  # file name -> checked safetensors header
     file_of: Mapping[str, str]  # tensor name -> file name
     encoded: Mapping[str, Encoded] = field(default_factory=dict)  # the weights stored as codes and scales, by name
@@ -211,7 +214,12 @@ def open_checkpoint(name: str | Path, revision: str | None = None) -> Checkpoint
 
 
 def described(
-    path: Path, name: str, config: Any, scheme: Scheme | None, headers: Mapping[str, Header], here: bool = True
+    path: Path,
+    name: str,
+    config: PreTrainedConfig,
+    scheme: Scheme | None,
+    headers: Mapping[str, Header],
+    here: bool = True,
 ) -> Checkpoint:
     """The checkpoint with these headers of its files, by file name; `here`: the files are in `path`.
 
@@ -259,7 +267,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return document
 
 
-def make_config(path: Path, document: Mapping[str, Any]) -> Any:
+def make_config(path: Path, document: Mapping[str, object]) -> PreTrainedConfig:
     """The transformers configuration of a model directory, without quantisation. `document`: from `read_config`."""
     file = path / "config.json"
 
@@ -277,7 +285,7 @@ def make_config(path: Path, document: Mapping[str, Any]) -> Any:
     return _model_config(config)
 
 
-def _model_config(config: Any) -> Any:
+def _model_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A transformers configuration without quantisation."""
     for owner in (config, config.get_text_config()):
         if hasattr(owner, "quantization_config"):
@@ -285,7 +293,7 @@ def _model_config(config: Any) -> Any:
     return config
 
 
-def untied(document: Mapping[str, Any]) -> dict[str, Any]:
+def untied(document: Mapping[str, object]) -> dict[str, object]:
     """The document of a config.json, changed so that transformers ties no embeddings, of a part either."""
     out = {name: untied(part) if isinstance(part, dict) else part for name, part in document.items()}
     if "model_type" in out or "tie_word_embeddings" in out:

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moepack.pack.errors import NotFiniteError
 from moepack.pack.spec import LOSSLESS, MAX_EXTENT, PAGE, DenseMatrix, Matrix, Version, is_dense
@@ -95,7 +95,12 @@ class DenseWatch:
     """Collects second moments of the inputs of one part's dense matrices while batches go through the part."""
 
     def __init__(
-        self, modules: Mapping[str, Any], blocks: Mapping[str, Any], windows: int, length: int, sums: bool = True
+        self,
+        modules: Mapping[str, nn.Module],
+        blocks: Mapping[str, nn.Module],
+        windows: int,
+        length: int,
+        sums: bool = True,
     ) -> None:
         """`modules`: the matrices' Linears by name; `blocks`: by the same names, the block (attention, MLP) of each.
 
@@ -166,7 +171,7 @@ class DenseWatch:
             self._sums[group][i].addmm_(part.T, part)
             self._counts[group][i] += len(tokens)
 
-    def _added(self, block: int, out: Any) -> None:
+    def _added(self, block: int, out: Tensor | tuple[Tensor, ...]) -> None:
         tensor = out[0] if isinstance(out, tuple) else out
         self._last |= {name for ref, name in self._made if ref() is tensor}
         total, count = self._power.get(block, (0.0, 0))

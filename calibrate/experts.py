@@ -9,27 +9,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moepack.pack.codec.bits import Bf16Bits
 from moepack.pack.spec import ExpertLayer, Matrix
 
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
 
-def is_experts_module(module: Any) -> bool:
+
+def is_experts_module(module: nn.Module) -> TypeGuard[ExpertsModule]:
     """Whether a module has transformers' experts interface."""
     return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts", "config"))
 
 
-def parameter_names(module: Any) -> dict[str, tuple[str, str | None]]:
+def parameter_names(module: ExpertsModule) -> dict[str, tuple[str, str | None]]:
     """Map each matrix's name to the parameter names of its weight and bias."""
     first = "gate_up" if module.has_gate else "up"
     return {m: (f"{m}_proj", f"{m}_proj_bias" if module.has_bias else None) for m in (first, "down")}
 
 
-def describe(index: int, name: str, module: Any) -> ExpertLayer:
+def describe(index: int, name: str, module: ExpertsModule) -> ExpertLayer:
     """Describe an experts module, whose parameters may be on the meta device."""
     matrices = []
     for matrix, (weight, _) in parameter_names(module).items():
@@ -51,7 +54,7 @@ class ExpertWeights:
     transposed: bool  # whether the module keeps its matrices transposed
 
     @staticmethod
-    def of(layer: ExpertLayer, module: Any, tensors: Mapping[str, Tensor]) -> ExpertWeights:
+    def of(layer: ExpertLayer, module: ExpertsModule, tensors: Mapping[str, Tensor]) -> ExpertWeights:
         """Select a module's experts from tensors by parameter name."""
         names = list(parameter_names(module).values())
         return ExpertWeights(
@@ -86,7 +89,7 @@ class ExpertWeights:
 
 
 @contextmanager
-def replaced(module: Any, matrices: Sequence[Tensor]) -> Iterator[None]:
+def replaced(module: ExpertsModule, matrices: Sequence[Tensor]) -> Iterator[None]:
     """Compute with other matrices, [experts, rows, cols] each, in a loaded experts module inside the context."""
     parameters = [getattr(module, weight) for weight, _ in parameter_names(module).values()]
     own = [p.data for p in parameters]
@@ -105,14 +108,14 @@ def bits_of(tensor: Tensor) -> Bf16Bits:
     return tensor.cpu().contiguous().view(torch.uint16).numpy()
 
 
-def hidden(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def hidden(module: ExpertsModule, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The input of an expert's down projection: the gated activation of its first projection of x [tokens, cols]."""
     out = torch.nn.functional.linear(x, weight, bias)
     act: Tensor = module._apply_gate(out) if module.has_gate else module.act_fn(out)
     return act
 
 
-def finish(module: Any, act: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def finish(module: ExpertsModule, act: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """An expert's output [tokens, rows] from its gated activation."""
     out = torch.nn.functional.linear(act, weight, bias)
     if getattr(module, "has_post_expert_norm", False):

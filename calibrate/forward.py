@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moepack.pack.errors import CODE_ERRORS, InputError, NotFiniteError, in_a_line
 
@@ -36,6 +36,9 @@ from .trace import (
     same,
     split,
 )
+
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
 
 EXPERTS_IMPLEMENTATION = "moepack_observe"
 Take = Callable[[Tensor, Tensor, Tensor], None]  # gets the inputs, experts and gates of a call
@@ -127,8 +130,8 @@ class CalibrationPass:
     def _run(self, batch: int, recording: Recording, at: Callable[[int, Tensor], object]) -> None:
         """Run a batch through the model but its head, with `recording` and `at` in place of each layer."""
 
-        def recorder(index: int) -> Callable[..., Any]:
-            def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def recorder(index: int) -> Callable[..., object]:
+            def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
                 at(index, hidden_states)
                 return recording.layer(index, hidden_states, args, kwargs)
 
@@ -156,7 +159,7 @@ class CalibrationPass:
         return {**self._arguments[step, len(self._batches[batch])], **self._own.get((step, batch), {})}
 
     @contextmanager
-    def _in_place_of_layers(self, forward: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
+    def _in_place_of_layers(self, forward: Callable[[int], Callable[..., object]]) -> Iterator[None]:
         """Call `forward(index)` in place of each decoder layer inside the context."""
         layers = list(self._stream.layers)
         kept = [layer.forward for layer in layers]
@@ -250,7 +253,7 @@ class CalibrationPass:
         """
         found: list[Tensor] = []
 
-        def stop(_: Any, args: tuple[Tensor, ...]) -> None:
+        def stop(_: object, args: tuple[Tensor, ...]) -> None:
             found.append(args[0])
             raise _HeadReached
 
@@ -270,7 +273,7 @@ class CalibrationPass:
         """Pass the last layer's output to the watched output projection. The part outside the layers must be loaded."""
         head = self._stream.model.get_output_embeddings()
 
-        def stop(*_: Any) -> None:
+        def stop(*_: object) -> None:
             raise _HeadReached
 
         with watch.watching(), torch.inference_mode(), self._own_code():
@@ -283,7 +286,7 @@ class CalibrationPass:
             finally:
                 hook.remove()
 
-    def _after_layers(self, batch: int) -> Callable[[int], Callable[..., Any]]:
+    def _after_layers(self, batch: int) -> Callable[[int], Callable[..., object]]:
         """What to call in place of layers, so that the model goes on from what the last layer made of a batch."""
         program = self._recorded
         device = self._stream.device
@@ -291,8 +294,8 @@ class CalibrationPass:
         hidden = self.hidden[batch].to(device)
         recording = Recording(program.outputs, values | {program.steps[program.at[-1]].made[0]: hidden})
 
-        def at(index: int) -> Callable[..., Any]:
-            def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def at(index: int) -> Callable[..., object]:
+            def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
                 out = recording.layer(index, hidden, args, kwargs)
                 if not program.same_as(recording):  # its nodes would have other numbers
                     raise Unsupported("are called in another way before the output projection")
@@ -396,7 +399,7 @@ class _Buffer:
 
 
 @contextmanager
-def observing(module: Any, take: Take) -> Iterator[None]:
+def observing(module: ExpertsModule | None, take: Take) -> Iterator[None]:
     """Pass inputs, experts and gates of each call of an experts module to `take`; do nothing if `module` is None."""
     from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
@@ -404,7 +407,7 @@ def observing(module: Any, take: Take) -> Iterator[None]:
         yield
         return
 
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         take(hidden_states, top_k_index, top_k_weights)
         out: Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
         return out

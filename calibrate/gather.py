@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from .experts import ExpertWeights, finish, hidden
 from .forward import Observation
 from .held import RowGather
 
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+
 HELD_OUT = 8  # one cluster in eight is held out for comparing methods
 ASIDE = 16  # an expert with plenty of tokens is measured on one cluster in ASIDE, and learns from the others
 PLENTY = 16  # tokens per column of the expert's widest matrix; fitted to a 16th fewer, its loss is 0.2 % higher
@@ -30,7 +33,7 @@ LAYER = 4096  # tokens that stand for the layer in an expert's second moments
 
 
 def gather_batch(
-    module: Any,
+    module: ExpertsModule,
     weights: ExpertWeights,
     experts: range,
     observation: Observation,
@@ -44,7 +47,6 @@ def gather_batch(
     """
     layer = LayerTokens.of(observation)
     widest = max(m.cols for m in weights.layer.matrices)
-    enough = settings.min_tokens or widest
     own = range(len(experts))
 
     def both(matrix: int) -> Tensor:
@@ -54,7 +56,7 @@ def gather_batch(
         experts,
         (both(0), both(1)),
         tuple((_float(weights.bias(e, 0), device), _float(weights.bias(e, 1), device)) for e in own),
-        tuple(expert_tokens(observation, layer, e, enough, PLENTY * widest, settings.loss_tokens) for e in experts),
+        tuple(expert_tokens(observation, layer, e, widest, PLENTY * widest, settings.loss_tokens) for e in experts),
         RowGather(observation.inputs),
         layer.learn,
         ExpertForward(partial(hidden, module), partial(finish, module)),
@@ -109,7 +111,6 @@ def expert_tokens(
     own = token[held]
     return ExpertTokens(
         learn=token[~unlearnt],
-        learn_gates=gates[~unlearnt],
         compare=torch.cat([own, layer.compare[: max(0, FEW_TOKENS - len(own))]]) if starved else own,
         measure=token[chosen],
         gates=gates[chosen],

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from moepack.pack.errors import InputError
 
@@ -19,11 +18,14 @@ from .checkpoint import Checkpoint
 
 THREADS = 4  # disks seldom serve more
 _PIECE = 8 << 20  # bytes that are read at a time
+Digest = dict[str, str | int]  # a file's `sha256`, and its `size`, `mtime_ns` and `inode` when it was read
 
 
 def identity(
-    checkpoint: Checkpoint, known: Mapping[str, Any] | None = None, advance: Callable[[int], None] = lambda size: None
-) -> tuple[dict[str, str], dict[str, Any]]:
+    checkpoint: Checkpoint,
+    known: Mapping[str, Digest] | None = None,
+    advance: Callable[[int], None] = lambda size: None,
+) -> tuple[dict[str, str], dict[str, Digest]]:
     """The digests of a checkpoint's files by their names, and what to pass as `known` next time.
 
     A file whose size, time and inode are unchanged keeps the digest that `known` has from an earlier call. `advance`
@@ -34,10 +36,10 @@ def identity(
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         made = pool.map(lambda name: _digest(checkpoint.path / name, (known or {}).get(name), advance), names)
         kept = dict(zip(names, made, strict=True))
-    return {name: entry["sha256"] for name, entry in kept.items()}, kept
+    return {name: str(entry["sha256"]) for name, entry in kept.items()}, kept
 
 
-def is_known(path: Path, known: Mapping[str, Any]) -> bool:
+def is_known(path: Path, known: Digest) -> bool:
     """Whether a file, perhaps on another machine, has the digest in `known`, an entry of `identity`.
 
     Equal size and time of change suffice if that time has fractions of a second, which copies may keep; otherwise the
@@ -50,7 +52,7 @@ def is_known(path: Path, known: Mapping[str, Any]) -> bool:
     return bool(_digest(path, {**known, "inode": inode}, lambda size: None)["sha256"] == known["sha256"])
 
 
-def _digest(path: Path, known: Any, advance: Callable[[int], None]) -> dict[str, Any]:
+def _digest(path: Path, known: object, advance: Callable[[int], None]) -> Digest:
     try:
         with path.open("rb") as file:
             state = _state(file.fileno())
@@ -67,6 +69,6 @@ def _digest(path: Path, known: Any, advance: Callable[[int], None]) -> dict[str,
     return {**state, "sha256": digest.hexdigest()}
 
 
-def _state(file: int) -> dict[str, int]:
+def _state(file: int) -> Digest:
     now = os.fstat(file)
     return {"size": now.st_size, "mtime_ns": now.st_mtime_ns, "inode": now.st_ino}

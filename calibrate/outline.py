@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.manifest import DENSE, DENSE_INDEX
@@ -112,6 +111,6 @@ def _total_size(path: Path) -> int:
     """The bytes of all tensors by a directory's index; 0 if there is none, or it does not say."""
     if not (path / DENSE_INDEX).exists():
         return 0
-    metadata: Mapping[str, Any] = json.loads((path / DENSE_INDEX).read_text()).get("metadata") or {}
+    metadata: Mapping[str, object] = json.loads((path / DENSE_INDEX).read_text()).get("metadata") or {}
     size = metadata.get("total_size", 0)
     return int(size) if isinstance(size, int | float) and size > 0 else 0

@@ -28,7 +28,7 @@ FEWEST = 128  # tokens; with fewer, converting the weights costs what it gains
 _PRODUCTS = (torch.matmul, torch.bmm, torch.mm, Tensor.matmul, Tensor.bmm, Tensor.mm, Tensor.__matmul__)
 
 
-def widened(device: torch.device, dtype: torch.dtype, mapped: bool = False) -> AbstractContextManager[Any]:
+def widened(device: torch.device, dtype: torch.dtype, mapped: bool = False) -> AbstractContextManager[object]:
     """Multiply as described above inside the context where that is faster; with `mapped` also from files."""
     wide = emulated(device, dtype)
     return CalibrationProducts(wide, mapped) if wide or mapped else nullcontext()
@@ -51,8 +51,12 @@ class CalibrationProducts(TorchFunctionMode):
         self._mapped = mapped
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         wide = self._wide and all(isinstance(a, Tensor) and a.dtype == torch.bfloat16 and a.numel() for a in args)
         if func is torch._grouped_mm and _is_grouped(args, kwargs):

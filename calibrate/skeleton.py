@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from moepack.pack.spec import Version
 from .accounting import FLOATS, MTP, account
 from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names
+
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
 
 # Bytes of experts or MTP layers that are read at once; reading takes up to three times these bytes.
 AT_ONCE = 1 << 29
@@ -116,7 +119,7 @@ class Skeleton:
         made = self.ledger.targets
         return [k for k, target in self.ledger.ties.items() if not self.checkpoint.same(k, made.get(ties[target], ()))]
 
-    def _mapping(self) -> list[Any]:
+    def _mapping(self) -> list[Any]:  # transformers types its loader's argument more narrowly than its own mapping
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         return [*get_model_conversion_mapping(self.model), *conversions_of(self.model)]
@@ -141,9 +144,11 @@ class Skeleton:
         """The dtype of experts after loading."""
         return FLOATS.get(self.expert_dtype, torch.bfloat16)
 
-    def experts_module(self, layer: int) -> Any:
+    def experts_module(self, layer: int) -> ExpertsModule:
         """The experts module of a decoder layer."""
-        return self.model.get_submodule(self._experts[layer])
+        module = self.model.get_submodule(self._experts[layer])
+        assert is_experts_module(module)
+        return module
 
     def is_low_precision(self, parameter: str) -> bool:
         """Whether transformers computes with a parameter in BF16 instead of float32."""
@@ -250,7 +255,7 @@ class Skeleton:
         return sources_of(some, self.expert_layers[layer].experts, sources, shapes)
 
 
-def set_tensor(model: Any, name: str, value: Tensor) -> None:
+def set_tensor(model: torch.nn.Module, name: str, value: Tensor) -> None:
     """Replace a parameter or buffer of a model."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
@@ -301,7 +306,7 @@ def _numbers(total: int, keys: tuple[str, ...]) -> dict[str, int] | None:
     return {key: int(parts[places[0]]) for key, parts in zip(keys, split, strict=True)}
 
 
-def _why_none(model: Any) -> str:
+def _why_none(model: torch.nn.Module) -> str:
     """The reason why a model's experts cannot be packed."""
     for name, module in model.named_modules():
         kind = type(module).__name__

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -28,6 +28,9 @@ from .held import empty, is_mapped, release
 from .native import NativeWeight, RowPlaces, place, read, write_plain
 from .released import DAMAGED
 from .skeleton import Parts, Skeleton, set_tensor
+
+if TYPE_CHECKING:
+    from transformers.utils.loading_report import LoadStateDictInfo
 
 
 class StreamedModel(Skeleton):
@@ -57,7 +60,7 @@ class StreamedModel(Skeleton):
             raise InputError(f"{self.checkpoint.name}: the checkpoint has nothing for {lost[0]}: it is not complete")
         return out
 
-    def _read(self, parts: Parts) -> Any:
+    def _read(self, parts: Parts) -> LoadStateDictInfo:
         """Load weights of the checkpoint into the model; returns transformers' report."""
         with contextlib.ExitStack() as stack:
             reader = LazyWeights(self, stack)
@@ -93,17 +96,20 @@ class StreamedModel(Skeleton):
     def _buffers(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.model.named_buffers())
 
-    def _convert(self, sources: Mapping[str, Any]) -> Any:
+    def _convert(self, sources: Mapping[str, Tensor | _LazyWeight]) -> LoadStateDictInfo:
         """Load tensors, by the names of the checkpoint's weights, into the model; returns transformers' report."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
         with quiet_transformers():
             config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
+            info: LoadStateDictInfo
             info, _ = convert_and_load_state_dict_in_model(self.model, dict(sources), config)
         return info
 
-    def _read_apart(self, parts: Parts, shapes: Mapping[str, Sequence[int]]) -> tuple[dict[str, Tensor], Any]:
+    def _read_apart(
+        self, parts: Parts, shapes: Mapping[str, Sequence[int]]
+    ) -> tuple[dict[str, Tensor], LoadStateDictInfo]:
         """Read parameters in these shapes without changing the model; tensors may be views of mapped files.
 
         Returns the tensors (none if transformers could not load one of them), and transformers' report.
@@ -111,8 +117,11 @@ class StreamedModel(Skeleton):
         return self._apart(lambda: self._read(parts), shapes)
 
     def _apart(
-        self, load: Callable[[], Any], shapes: Mapping[str, Sequence[int]], dtype: torch.dtype | None = None
-    ) -> tuple[dict[str, Tensor], Any]:
+        self,
+        load: Callable[[], LoadStateDictInfo],
+        shapes: Mapping[str, Sequence[int]],
+        dtype: torch.dtype | None = None,
+    ) -> tuple[dict[str, Tensor], LoadStateDictInfo]:
         meta = {name: self.model.get_parameter_or_buffer(name) for name in shapes}
         try:
             for name, whole in meta.items():
@@ -129,7 +138,7 @@ class StreamedModel(Skeleton):
         """The parameter of this shape that tensors in place of weights make; None if they make another, or none."""
         return self._apart(lambda: self._convert(sources), {name: shape}, torch.int64)[0].get(name)
 
-    def _refuse(self, info: Any) -> None:
+    def _refuse(self, info: LoadStateDictInfo) -> None:
         """Raise InputError for weights that transformers reports it could not load."""
         if info.mismatched_keys:
             name, got, want = sorted(info.mismatched_keys)[0]
@@ -398,7 +407,7 @@ class LazyWeights:
     def __init__(self, model: StreamedModel, stack: contextlib.ExitStack) -> None:
         self.model = model
         self._stack = stack
-        self._handles: dict[str, Any] = {}
+        self._handles: dict[str, safe_open] = {}
 
     def weight(self, name: str, part: range | None = None) -> _LazyWeight:
         """A weight that is read when indexed, and decoded to BF16 if encoded; `part` is a range of its first axis."""
@@ -406,7 +415,7 @@ class LazyWeights:
 
     def reader(self, part: range | None = None) -> Callable[[str], Tensor]:
         """What reads a tensor of the checkpoint by its name; `part` is a range of its first axis."""
-        at: Any = ... if part is None else slice(part.start, part.stop)
+        at = ... if part is None else slice(part.start, part.stop)
         return lambda name: self._slice(name)[at]
 
     def _slice(self, tensor: str) -> Any:

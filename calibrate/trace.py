@@ -9,9 +9,9 @@ operations on their outputs; outputs in arguments become `Ref`s, shared mappings
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from torch.utils._pytree import tree_iter, tree_map
 
 MOST = 4  # the most values that a layer is taken to return
 _IN_PLACE = re.compile(r"^(__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__|.*[^_]_)$")
-Arguments = dict[int | str, Any]  # arguments by position or name
+Arguments = dict[int | str, object]  # arguments by position or name
+Values = dict[int, Any]  # by node: a tensor, or what else a layer returns beside hidden states
+Filled = dict[str, tuple[Tensor, ...]]  # what layers have put into a mapping
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class TraceStep:
     """A call of a layer, or an operation on layers' outputs."""
 
     layer: int | None  # None for an operation
-    function: Callable[..., Any] | None  # None for a layer
+    function: Callable[..., object] | None  # None for a layer
     made: tuple[int, ...]  # the nodes that it makes
     whole: bool  # whether it returns one tensor, not a sequence of them
 
@@ -61,18 +64,24 @@ class _Value(Tensor):
     node: int
     is_output: bool  # a layer's only output, which the model may try to unpack
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Tensor]:
         if self.is_output:
             raise ReturnsMore
         return iter(self.unbind(0))
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Any) -> Tensor:
         if self.is_output and type(index) is int:
             raise ReturnsMore
         return super().__getitem__(index)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         recording = next(x.recording for x in tree_iter((args, kwargs)) if isinstance(x, _Value))
         return recording.operation(func, args, kwargs)
@@ -95,9 +104,9 @@ class Recording:
         self._outputs = outputs
         self._values = values or {}
         self._nodes = self._layers = 0
-        self._stores: list[Any] = []
+        self._stores: list[object] = []
 
-    def layer(self, index: int, hidden: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def layer(self, index: int, hidden: Tensor, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         """Record a layer's call; return what stands for its outputs."""
         if index != self._layers:
             raise Unsupported("run more than once, or in another order, for a token")
@@ -111,22 +120,33 @@ class Recording:
         others = [self._values.get(n, _Other(n)) for n in made[1:]]
         return first if self._outputs == 1 else (first, *others)
 
-    def operation(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def operation(
+        self, function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> object:
         """Run an operation on layers' outputs, and record it if it makes tensors."""
         if _IN_PLACE.search(getattr(function, "__name__", "")):
             raise Unsupported("return what is changed in place between layers")
         plain = tree_map(_plain, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             out = function(*plain[0], **plain[1])
-        parts = [out] if isinstance(out, Tensor) else list(out) if isinstance(out, tuple | list) else []
-        if not parts or not all(isinstance(x, Tensor) for x in parts):
+        parts = list(out) if isinstance(out, tuple | list) else [out]
+        tensors = [x for x in parts if isinstance(x, Tensor)]
+        if not parts or len(tensors) < len(parts):
             return out
-        given: Arguments = {**dict(enumerate(args)), **kwargs}
+        given: Arguments = dict(enumerate(args))
+        given.update(kwargs.items())
         made = self._add(given, None, function, len(parts), isinstance(out, Tensor))
-        stand = [self._stands(n, x, False) for n, x in zip(made, parts, strict=True)]
+        stand = [self._stands(n, x, False) for n, x in zip(made, tensors, strict=True)]
         return stand[0] if isinstance(out, Tensor) else tuple(stand)
 
-    def _add(self, given: Arguments, layer: int | None, function: Any, outputs: int, whole: bool) -> tuple[int, ...]:
+    def _add(
+        self,
+        given: Arguments,
+        layer: int | None,
+        function: Callable[..., object] | None,
+        outputs: int,
+        whole: bool,
+    ) -> tuple[int, ...]:
         made = tuple(range(self._nodes, self._nodes + outputs))
         self._nodes += outputs
         self.steps.append(TraceStep(layer, function, made, whole))
@@ -142,7 +162,7 @@ class Recording:
         out.is_output = is_output
         return out
 
-    def _recorded(self, argument: Any) -> Any:
+    def _recorded(self, argument: object) -> object:
         if isinstance(argument, _Value | _Other):
             return Ref(argument.node)
         if not _is_store(argument):
@@ -170,7 +190,7 @@ class Program:
         """The steps from a layer to the next; none after the last layer, which the model itself goes on from."""
         return range(self.at[layer] + 1, self.at[layer + 1]) if layer + 1 < len(self.at) else range(0)
 
-    def needed(self, values: Mapping[int, Any], layer: int) -> dict[int, Any]:
+    def needed(self, values: Values, layer: int) -> Values:
         """The values that are still needed once a layer and the operations behind it have run."""
         done = self.between(layer).stop or self.at[layer] + 1
         return {n: x for n, x in values.items() if self._last.get(n, -1) >= done and x is not None}
@@ -184,8 +204,8 @@ class Passed:
     """What one batch passes on beside hidden states: values by node, and what layers have put into mappings."""
 
     def __init__(self) -> None:
-        self.values: dict[int, Any] = {}
-        self.stores: dict[int, dict[str, tuple[Tensor, ...]]] = {}
+        self.values: Values = {}
+        self.stores: dict[int, Filled] = {}
 
     def copy(self) -> Passed:
         """A copy for another batch; no tensor is written to once it is here."""
@@ -194,11 +214,11 @@ class Passed:
         out.stores = dict(self.stores)
         return out
 
-    def resolve(self, recorded: Any, values: Mapping[int, Any], device: torch.device) -> tuple[Any, dict[int, Any]]:
+    def resolve(self, recorded: Arguments, values: Values, device: torch.device) -> tuple[Arguments, dict[int, Filled]]:
         """Recorded arguments with values in place of Refs and Stores, on `device`; and the mappings by number."""
-        stores: dict[int, Any] = {}
+        stores: dict[int, Filled] = {}
 
-        def real(x: Any) -> Any:
+        def real(x: object) -> object:
             if isinstance(x, Ref):
                 found = values.get(x.node)
                 return found.to(device) if isinstance(found, Tensor) else found
@@ -211,7 +231,7 @@ class Passed:
 
         return tree_map(real, recorded), stores
 
-    def fill(self, stores: Mapping[int, Mapping[str, tuple[Tensor, ...]]]) -> None:
+    def fill(self, stores: Mapping[int, Filled]) -> None:
         """Keep what a layer has put into the mappings of `resolve`, on the CPU."""
         for number, store in stores.items():
             self.stores[number] = {k: tuple(t.to("cpu") for t in v) for k, v in store.items()}
@@ -234,7 +254,7 @@ class Passed:
         store[key] = (*store.get(key, ()), tensor)
 
 
-def same(a: Any, b: Any, equal: Callable[[Tensor, Tensor], bool]) -> bool:
+def same(a: object, b: object, equal: Callable[[Tensor, Tensor], bool]) -> bool:
     """Whether two recorded arguments are the same; `equal` compares tensors. Other objects count as the same."""
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(same(x, y, equal) for x, y in zip(a, b, strict=True))
@@ -245,7 +265,7 @@ def same(a: Any, b: Any, equal: Callable[[Tensor, Tensor], bool]) -> bool:
     return (not isinstance(a, Ref | Store | None) and not isinstance(b, Ref | Store | None)) or a == b
 
 
-def split(given: Arguments) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def split(given: Arguments) -> tuple[tuple[object, ...], dict[str, object]]:
     """Positional arguments in their order, and those by name."""
     positions = sorted(k for k in given if isinstance(k, int))
     return tuple(given[k] for k in positions), {k: v for k, v in given.items() if isinstance(k, str)}
@@ -256,9 +276,9 @@ def outputs_of(step: TraceStep, out: Any) -> Iterable[tuple[int, Any]]:
     return zip(step.made, (out,) if step.whole else tuple(out), strict=True)
 
 
-def _plain(x: Any) -> Any:
+def _plain(x: T) -> T | Tensor:
     return x.as_subclass(Tensor) if isinstance(x, _Value) else x
 
 
-def _is_store(x: Any) -> bool:
+def _is_store(x: object) -> bool:
     return isinstance(x, MutableMapping) and not x

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 from moepack.pack.errors import InputError
 
@@ -34,7 +33,7 @@ def server(url: str, key: str | None, new_tokens: int, sampling: Sampling, stop:
     client = InferenceClient(base_url=base, api_key=key)
     # OpenAI's interface lacks these, but many servers know them: they are sent only if set.
     extra = {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition}
-    asked: dict[str, Any] = {
+    asked: dict[str, object] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "seed": sampling.seed,

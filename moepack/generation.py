@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError, NotFiniteError
@@ -16,6 +16,10 @@ from .server.batching.tokens import end_tokens
 from .server.options import Sampling
 from .shared.opening import check, load_model, locate
 from .shared.progress import Reporter, loading_bar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import Cache, StaticCache
 
 PROMPT = 512  # by default, the most prompt tokens that one pass reads in a budget
 NEW_TOKENS = 64  # the most tokens of a continuation
@@ -42,7 +46,7 @@ class Session:
         if chat_template is not None:
             self.tokenizer.chat_template = chat_template
         self.model: Any = None
-        self._cache: Any = None
+        self._cache: Cache | None = None
         self._cached: list[int] = []
         self._ends: set[int] = set()
 
@@ -147,7 +151,7 @@ class Session:
         self._cached = [] if cache is None else seen
         return "".join(told)
 
-    def _static(self, tokens: int) -> Any:
+    def _static(self, tokens: int) -> StaticCache | None:
         """A cache of fixed size with room for so many tokens on a GPU, where decode steps become graphs.
 
         None, for a cache that grows, where that size is more than a budget reserves or most answers need.
@@ -162,7 +166,7 @@ class Session:
         cache = StaticCache(config=self.model.config, max_cache_len=room)
         return cache if all(type(layer) is StaticLayer for layer in cache.layers) else None
 
-    def _reuse(self, ids: list[int], tokens: int) -> tuple[Any, int]:
+    def _reuse(self, ids: list[int], tokens: int) -> tuple[Cache | None, int]:
         """Take the last text's KV cache, cut to the prefix shared with a prompt, and its length; or (None, 0).
 
         None also where it has no room for so many tokens.
@@ -189,11 +193,11 @@ class Session:
             cache.crop(done - len(self._cached))
         return cache, done
 
-    def _read(self, ids: list[int], cache: Any, done: int) -> tuple[Any, Any]:
+    def _read(self, ids: list[int], cache: Cache | None, done: int) -> tuple[Tensor, Cache | None]:
         """Read tokens from `done` on, in a budget a chunk at a time; return the last one's logits, and the cache."""
         import torch
 
-        last: dict[str, Any] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
+        last: dict[str, object] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         new = torch.tensor([ids[done:]], device=self.model.device)
         for part in new.split(self._chunk if self._options.in_budget else new.shape[1], dim=1):
             out = self.model(input_ids=part, use_cache=True, **with_cache(self.model, cache), **last)

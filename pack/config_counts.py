@@ -7,7 +7,6 @@ columns for a model without weights.
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from .errors import InputError
 from .spec import MAX_DIM, MAX_LAYERS
@@ -27,7 +26,7 @@ _MOST = (
 )
 
 
-def check_counts(where: str, document: Any) -> None:
+def check_counts(where: str, document: object) -> None:
     """Check the counts of labels, layers and columns in a configuration and in nested ones, and `sliding_window`.
 
     A wrong window would otherwise fail in the first pass. Raises InputError, which names the key.

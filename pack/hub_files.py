@@ -35,7 +35,7 @@ def fetch_files(
     stopped = threading.Event()
     for name in sizes:
         todo.put(name)
-    counted: dict[str, Any] = {"total": sum(sizes.values()), "unit": "B", "unit_scale": True}
+    counted: dict[str, object] = {"total": sum(sizes.values()), "unit": "B", "unit_scale": True}
     with tqdm(desc=f"{len(sizes)} files of {repo}", **counted) as bar:  # type: ignore[no-untyped-call]
 
         def work() -> None:
@@ -45,7 +45,7 @@ def fetch_files(
                 except queue.Empty:
                     return
                 try:
-                    hf_hub_download(repo, name, revision=commit, tqdm_class=_part_of(bar, stopped), **options)
+                    hf_hub_download(repo, name, revision=commit, tqdm_class=_part_of(bar.update, stopped), **options)
                     done.put((name, None))
                 except BaseException as error:
                     done.put((name, error))
@@ -62,11 +62,11 @@ def fetch_files(
             stopped.set()
 
 
-def _part_of(bar: Any, stopped: threading.Event) -> Any:
-    """A progress bar class for huggingface_hub: each file's bar advances `bar`, shared by all, until `stopped`."""
+def _part_of(advance: Callable[[float | None], object], stopped: threading.Event) -> type:
+    """A progress bar class for huggingface_hub: each file's bar advances the one shared by all, until `stopped`."""
 
     class Part:
-        def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
+        def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
             self.update(initial)
 
         def __enter__(self) -> Part:
@@ -77,7 +77,7 @@ def _part_of(bar: Any, stopped: threading.Event) -> Any:
 
         def update(self, n: float | None = 1) -> None:
             if not stopped.is_set():
-                bar.update(n)
+                advance(n)
 
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_, **__: None

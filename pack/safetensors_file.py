@@ -14,7 +14,7 @@ import struct
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from .errors import BundleError, Kind
 from .manifest import strict_json
@@ -99,7 +99,7 @@ def parse_header(head: bytes, file_size: int, location: str) -> Header:
     return Header(len(head), tensors, metadata)
 
 
-def _entry(location: str, name: str, value: Any, base: int) -> TensorEntry:
+def _entry(location: str, name: str, value: object, base: int) -> TensorEntry:
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise _bad(location, "header", f"tensor {name} has not exactly dtype, shape and data_offsets")
     dtype = value["dtype"]
@@ -122,7 +122,7 @@ def make_header(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str], alignment: int = 8
 ) -> bytes:
     """The header of a file with these tensors (name -> dtype, shape) in this order, padded so that data are aligned."""
-    document: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    document: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     at = 0
     for name, (dtype, shape) in tensors.items():
         size = DTYPES[dtype][0] * math.prod(shape)

@@ -25,12 +25,11 @@ from .spec import ExpertLayer, version_names
 # Name -> dtype and shape; E experts, V versions, N windows of the layer's calibration.
 _TENSORS = {
     "mse": ("F32", "EV"), "relative": ("F32", "EV"), "gated": ("F32", "EV"), "method": ("U8", "EV"),
+    "mse_error": ("F32", "EV"), "relative_error": ("F32", "EV"), "gated_error": ("F32", "EV"),
     "tokens": ("I64", "E"), "gate_sum": ("F32", "E"),
     "prefill_counts": ("I32", "NE"), "decode_counts": ("I32", "NE"), "prefill_gates": ("F32", "NE"),
     "coactivation": ("I64", "EE"), "reuse": ("F32", ""),
 }  # fmt: skip
-# Standard errors of the losses: all of them in every layer, or none in any.
-_ERRORS = {"mse_error": ("F32", "EV"), "relative_error": ("F32", "EV"), "gated_error": ("F32", "EV")}
 _LOGITS = {"logits": ("F32", "V")}  # in every layer, or in none
 # The same for the dense matrices, with names under "dense.": M matrices, D dense versions.
 _DENSE = {
@@ -38,7 +37,7 @@ _DENSE = {
     "signal": ("F32", "M"), "tokens": ("I64", "M"),
 }  # fmt: skip
 FEW_TOKENS = 256  # with fewer, an expert's losses lean on its layer's, and methods cannot be told apart
-_EAGER = ("tokens", "gate_sum", "mse", "relative", "gated", "method")
+_EAGER = ("tokens", "relative", "gated", "relative_error", "method")
 _METHOD = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 Array = NDArray[Any]
@@ -46,21 +45,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class LayerTables:
-    """One decoder layer's tables (FORMAT.md): [experts] for tokens and gate sums, else [experts, versions].
-
-    Standard errors are None where they were not kept.
-    """
+    """The tables of one decoder layer that readers need (FORMAT.md): [experts] for tokens, else [experts, versions]."""
 
     index: int
     tokens: Array
-    gate_sum: Array
-    mse: Array
     relative: Array
     gated: Array
+    relative_error: Array  # standard errors of `relative`
     method: Array
-    mse_error: Array | None = None
-    relative_error: Array | None = None
-    gated_error: Array | None = None
     logits: Array | None = None
     # float64 [versions], what `gated` is multiplied by where layers are compared: the divergence in `logits` over the
     # layer's expected losses, in units in which both have one sum over all layers and versions. None without `logits`.
@@ -125,18 +117,16 @@ class CalibrationTables:
         numbers = (number for layer in self.layers for number in layer.method[:, column].tolist())
         return dict(Counter(self.methods[number] for number in numbers))
 
-    def mean_loss(self, version: str) -> tuple[float, float | None]:
-        """The mean relative loss of a version over all experts, and its standard error where errors were kept.
+    def mean_loss(self, version: str) -> tuple[float, float]:
+        """The mean relative loss of a version over all experts, and its standard error.
 
         The experts' errors are taken as independent, although errors within a layer correlate a little.
         """
         column = self.versions.index(version)
         experts = sum(len(layer.tokens) for layer in self.layers)
         mean = float(sum(layer.relative[:, column].sum() for layer in self.layers) / experts)
-        errors = [layer.relative_error for layer in self.layers if layer.relative_error is not None]
-        if len(errors) < len(self.layers):
-            return mean, None
-        return mean, math.sqrt(sum(float(np.square(e[:, column], dtype=np.float64).sum()) for e in errors)) / experts
+        errors = [layer.relative_error[:, column] for layer in self.layers]
+        return mean, math.sqrt(sum(float(np.square(e, dtype=np.float64).sum()) for e in errors)) / experts
 
     def statistic(self, position: int, name: str) -> Array:
         """Read a table that `read_tables` leaves unread, for the layer at `position`.
@@ -194,7 +184,7 @@ class _File:
         counts = self.header.tensors.get(f"layers.{layer}.prefill_counts")
         windows = counts.shape[0] if counts is not None and counts.shape else 0
         sizes = {"E": experts, "V": versions, "N": windows}
-        return self.place(f"layers.{layer}.{name}", *(_TENSORS | _ERRORS | _LOGITS)[name], sizes)
+        return self.place(f"layers.{layer}.{name}", *(_TENSORS | _LOGITS)[name], sizes)
 
     def place(self, name: str, dtype: str, shape: str, sizes: Mapping[str, int]) -> tuple[str, TensorEntry]:
         """Find a table and check its dtype and shape; `sizes` gives the number for each letter of `shape`."""
@@ -231,14 +221,10 @@ def read_tables(
         file = _File(path, f, sha256)
         versions = file.versions("versions")
         methods = file.methods()
-        some = [
-            kind
-            for kind in (_ERRORS, _LOGITS)
-            if any(f"layers.{layer.index}.{name}" in file.header.tensors for layer in layers for name in kind)
-        ]
+        reaches = any(f"layers.{layer.index}.logits" in file.header.tensors for layer in layers)
+        names = (*_TENSORS, *_LOGITS) if reaches else (*_TENSORS,)
         tables = []
         for layer in layers:
-            names = (*_TENSORS, *(name for kind in some for name in kind))
             places = {n: file.of_layer(layer.index, n, layer.experts, len(versions)) for n in names}
             arrays = {n: file.read(*places[n]) for n in names if n in _EAGER or n not in _TENSORS}
             file.check_methods(f"layer {layer.index}", arrays["method"], methods)

@@ -2,8 +2,8 @@
 
 A compiler can be wrong about a loop for one kind of processor, and a processor about an instruction. So nothing that a
 library computes is used before a trial of all its forms, at the level of instructions (isa.py) that will be used. What
-a trial compares is its library's to decide. What it found is kept in the user's cache, by the digests of the library
-and of the trial, the processor, the level, and moepack's version.
+a trial compares is its library's to decide. What it found is kept in the user's cache, by the digests of the library,
+of the trial and of the references that it imports, the processor, the level, and moepack's version.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from .user_files import cache_path, read_own, write_whole
 
-Trial = Callable[[], str]  # returns what differs from the reference, in words; "" if nothing does
+Trial = Callable[[], str]  # a function of a module; returns what differs from the reference, in words, or ""
 LARGEST = 1 << 20  # bytes of the file
 KEPT = 64  # findings in the file, of all processors, levels and libraries
 LONGEST = 300  # characters of a finding
@@ -104,10 +105,20 @@ def _read() -> dict[str, str]:
 
 
 def _key(library: Path, level: str, trial: Trial) -> str:
-    source = Path(trial.__code__.co_filename)
-    parts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (library, source)]
+    parts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (library, *_sources(trial))]
     version = sys.modules[__name__.partition(".")[0]].__version__  # the package's, which has imported this module
     return hashlib.sha256(json.dumps([*parts, processor(), level, version]).encode()).hexdigest()
+
+
+def _sources(trial: Trial) -> list[Path]:
+    """The file of a trial, and those of moepack that it imports names from: with them, its references."""
+    package = __name__.partition(".")[0]
+    files = {trial.__code__.co_filename}
+    for value in trial.__globals__.values():
+        module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+        if module is not None and module.__name__.partition(".")[0] == package and module.__file__:
+            files.add(module.__file__)
+    return sorted(map(Path, files))
 
 
 @functools.cache

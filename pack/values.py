@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .codec.bits import Buffer, bf16_to_float32
 from .codec.rotation import turned_back
+from .encodings.base import Stored
 from .errors import BundleError, CodecError
 from .spec import Matrix, Version
 
@@ -32,7 +33,7 @@ class Expert:
     extent: Buffer  # its bytes, uint8 [size], read-only
     where: str  # the extent's place, in words for messages
 
-    def decode(self) -> Any:
+    def decode(self) -> Sequence[Stored]:
         """Unpack the matrices as they are stored, each as AffineMatrix, or LosslessMatrix in the lossless version.
 
         Raises BundleError when a lossless extent does not decode.
@@ -76,6 +77,6 @@ class Expert:
 class DenseValues(Expert):
     """One dense matrix in one version, packed: its arrays are named "weight" and "bias"."""
 
-    def decode(self) -> Any:
+    def decode(self) -> Stored:
         """The matrix as it is stored; see `Expert.decode`."""
         return Expert.decode(self)[0]

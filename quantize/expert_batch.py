@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,13 +41,7 @@ class Settings:
 
     method: str  # the method's name (moepack.quantize.methods)
     versions: tuple[Version, ...]  # the affine versions
-    # An expert with fewer tokens is starved: its method is chosen on held-out tokens. 0 stands for the columns of its
-    # widest matrix.
-    min_tokens: int = 0
     loss_tokens: int = 4096  # the most tokens an expert's losses are measured on, evenly spaced among its own
-    # The tokens of an expert's second moments: "routed", those routed to it; "gated", the same, weighted by their gates
-    # (MoEQuant); "all", every token of the layer.
-    moments: str = "routed"
     # The most bytes of second moments and working copies in memory at once, at least one expert's.
     batch_bytes: int = 1 << 29
     zeros: str = FREE  # which zero points, one of `methods.ZEROS`
@@ -61,7 +55,6 @@ class ExpertTokens:
     # Tokens of the expert's second moments: all that were routed to it, without the held-out ones if `starved`, and
     # without the clusters of `measure` if `rich`.
     learn: Tensor
-    learn_gates: Tensor  # gate weights of `learn`, float32
     compare: Tensor  # for a starved expert, the tokens its methods are compared on; none is in `learn`
     measure: Tensor  # the expert's own tokens, on which its losses are measured
     gates: Tensor  # gate weights of `measure`, float32
@@ -81,6 +74,13 @@ class ExpertForward:
     out: Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (act, weight, bias) -> the expert's output
 
 
+class Rows(Protocol):
+    """Rows that are read by their indexes."""
+
+    def __getitem__(self, index: Tensor, /) -> Tensor:
+        """The rows at `index`, int64 [rows]."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertBatch:
     """Experts that are quantised together."""
@@ -90,7 +90,7 @@ class ExpertBatch:
     # Each expert's biases of both matrices, float32 [rows] or None.
     biases: tuple[tuple[Tensor | None, Tensor | None], ...]
     tokens: tuple[ExpertTokens, ...]  # each expert's tokens
-    inputs: Any  # the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows]
+    inputs: Rows  # the inputs of the layer's experts, [tokens, hidden] on any device, indexed by int64 [rows]
     common: Tensor  # int64 indexes of `inputs` that stand for the layer; methods are not compared on them
     forward: ExpertForward  # the experts' functions
     in_bf16: bool  # whether the down projection learns from activations in BF16, as in the model
@@ -165,9 +165,7 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     batch = batch if turn is None else _rotated(batch, turn)
     makers = {v: method_for(settings.method, v) for v in settings.versions}
     reading = [v for v, maker in makers.items() if maker.needs_moments]
-    moments: tuple[list[ExpertMoments], list[ExpertMoments]] = (
-        batch_moments(batch, settings.moments) if reading else ([], [])
-    )
+    moments: tuple[list[ExpertMoments], list[ExpertMoments]] = batch_moments(batch) if reading else ([], [])
     some = [i for i, t in enumerate(batch.tokens) if reading and _crossfits(t)]
     gains = [[_gain(m[i]) for m in moments] for i in some]
     fitted = {}
@@ -214,31 +212,26 @@ def _rotated(batch: ExpertBatch, rotation: Rotation) -> ExpertBatch:
     return replace(batch, weights=(first, down), forward=replace(batch.forward, act=turned))
 
 
-def batch_moments(batch: ExpertBatch, kind: str) -> tuple[list[ExpertMoments], list[ExpertMoments]]:
-    """Compute second moments of both matrices' inputs, for each expert; `kind` is as in `Settings.moments`."""
+def batch_moments(batch: ExpertBatch) -> tuple[list[ExpertMoments], list[ExpertMoments]]:
+    """Compute second moments of both matrices' inputs, for each expert, over the tokens that were routed to it."""
     priors = [PRIOR * w.shape[-1] for w in batch.weights]
-    every = kind == "all"
     # Without cross-fitting one fold suffices.
     folds = [FOLDS if _crossfits(t) else 1 for t in batch.tokens]
-    layers = {n: _sums(batch, None, batch.common, None, n, first=True)[0] for n in set(folds)}
+    layers = {n: _sums(batch, None, batch.common, n, first=True)[0] for n in set(folds)}
     parts: tuple[list[ExpertMoments], list[ExpertMoments]] = ([], [])
     for i, (tokens, n) in enumerate(zip(batch.tokens, folds, strict=True)):
-        gates = tokens.learn_gates if kind == "gated" else None
         near = [len(tokens.learn) < NEGLIGIBLE * prior for prior in priors]
-        common = _sums(batch, i, batch.common, None, n, first=False)[0] if every or near[1] else None
-        around = [layers[n], common]
-        own = around if every else _sums(batch, i, tokens.learn, gates, n, first=True)
-        for m in range(2):
-            mine = own[m]
-            layer = around[m]
-            assert mine is not None
-            parts[m].append(ExpertMoments(mine, None if every or not near[m] else layer, priors[m]))
+        around = [
+            layers[n] if near[0] else None,
+            _sums(batch, i, batch.common, n, first=False)[0] if near[1] else None,
+        ]
+        own = _sums(batch, i, tokens.learn, n, first=True)
+        for part, mine, layer, prior in zip(parts, own, around, priors, strict=True):
+            part.append(ExpertMoments(mine, layer, prior))
     return parts
 
 
-def _sums(
-    batch: ExpertBatch, expert: int | None, tokens: Tensor, gates: Tensor | None, folds: int, first: bool
-) -> list[FoldSums]:
+def _sums(batch: ExpertBatch, expert: int | None, tokens: Tensor, folds: int, first: bool) -> list[FoldSums]:
     """Sum moments over tokens: of the inputs if `first`, then of an expert's activations if one is given."""
     cols = [w.shape[-1] for w in batch.weights]
     wanted = ([0] if first else []) + ([1] if expert is not None else [])
@@ -246,12 +239,11 @@ def _sums(
     for start in range(0, len(tokens), PART):
         part = tokens[start : start + PART]
         fold = cluster_of(part, batch.block, batch.spare) % folds
-        gate = None if gates is None else gates[start : start + PART].to(batch.device)
         x = batch.gather(part)
         if 0 in sums:
-            sums[0].add(x, fold, gate)
+            sums[0].add(x, fold)
         if expert is not None:
-            sums[1].add(batch.learnt_act(expert, x), fold, gate)
+            sums[1].add(batch.learnt_act(expert, x), fold)
     return [sums[m] for m in wanted]
 
 
@@ -277,7 +269,7 @@ def refit_down(batch: ExpertBatch, settings: Settings, version: Version, first: 
     wanted = torch.empty_like(down)
     moments = []
     for i in range(len(batch.experts)):
-        product, missing = _moments_of(batch, settings.moments, i, values[i])
+        product, missing = _moments_of(batch, i, values[i])
         damping = RIDGE + SPARSE * len(product) / max(1, len(batch.tokens[i].learn))
         ridge = (damping * product.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny)
         shift = torch.linalg.solve(product + ridge * torch.eye(len(product), device=batch.device), missing)
@@ -286,32 +278,26 @@ def refit_down(batch: ExpertBatch, settings: Settings, version: Version, first: 
     return quantise(settings.method, wanted, torch.stack(moments), version, settings.zeros, 1)
 
 
-def _moments_of(batch: ExpertBatch, kind: str, expert: int, first: Tensor) -> Tensor:
+def _moments_of(batch: ExpertBatch, expert: int, first: Tensor) -> Tensor:
     """E[q q^T] and E[q (a - q)^T] of `refit_down`, [2, cols, cols], over the tokens of `batch_moments`."""
     tokens = batch.tokens[expert]
     bias = batch.biases[expert][0]
     cols = batch.weights[1].shape[-1]
 
-    def means(at: Tensor, gates: Tensor | None) -> Tensor:
+    def means(at: Tensor) -> Tensor:
         sums = torch.zeros(2, cols, cols, device=batch.device)
-        total = 0.0
         for start in range(0, len(at), PART):
             x = batch.gather(at[start : start + PART])
             q = batch.forward.act(x, first, bias)
-            gate = torch.ones(len(x)) if gates is None else gates[start : start + PART]
-            weighted = (q * gate.to(batch.device)[:, None]).T
-            sums[0].addmm_(weighted, q)
-            sums[1].addmm_(weighted, batch.act(expert, x) - q)
-            total += float(gate.sum())
-        return sums.div_(max(total, torch.finfo(torch.float32).tiny))
+            sums[0].addmm_(q.T, q)
+            sums[1].addmm_(q.T, batch.act(expert, x) - q)
+        return sums.div_(max(1, len(at)))
 
-    if kind == "all":
-        return means(batch.common, None)
-    own = means(tokens.learn, tokens.learn_gates if kind == "gated" else None)
+    own = means(tokens.learn)
     prior = PRIOR * cols
     if len(tokens.learn) >= NEGLIGIBLE * prior:
         return own
-    return shrink(own, len(tokens.learn), means(batch.common, None), prior)
+    return shrink(own, len(tokens.learn), means(batch.common), prior)
 
 
 def _measure(

@@ -11,8 +11,7 @@ import contextlib
 import functools
 import io
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -62,7 +61,7 @@ def _one(weight: Tensor, moments: Tensor, version: Version) -> Quantised:
 
 
 @functools.cache
-def _library() -> tuple[Any, Any]:
+def _library() -> tuple[type, type]:
     """Import the library's classes without its banner and its changes to the environment."""
     before = dict(os.environ)
     try:
@@ -78,6 +77,6 @@ def _library() -> tuple[Any, Any]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def _quiet() -> Iterator[None]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield

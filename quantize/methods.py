@@ -82,10 +82,14 @@ METHODS: tuple[Method, ...] = (
     Method("hqq", in_file("hqq"), least_bits=2, worth=0.6, library=Library("hqq", "0.2.8")),
     Method("rtn", in_file("rtn")),
     Method(
-        "gptqmodel", in_file("gptqmodel_reference"), needs_moments=True, one_bit="sign", fallbacks=_FALLBACKS,
+        "gptqmodel",
+        in_file("gptqmodel_reference"),
+        needs_moments=True,
+        one_bit="sign",
+        fallbacks=_FALLBACKS,
         library=Library("gptqmodel", "7.7", extra="gptqmodel"),
     ),
-)  # fmt: skip
+)
 
 
 DEFAULT = METHODS[0].name

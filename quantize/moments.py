@@ -32,13 +32,10 @@ STRIPS = 16
 NEGLIGIBLE = 8  # from this times K tokens on, the layer's part changes errors by less than 1 %: not computed
 
 
-def second_moments(inputs: Tensor, gates: Tensor | None = None) -> Tensor:
-    """The mean of x x^T over inputs [tokens, cols], float32 [cols, cols]; zero without tokens.
-
-    With gates [tokens], the mean weighted by them: H = (X c) X^T, MoEQuant's affinity guidance (Hu et al., 2025).
-    """
+def second_moments(inputs: Tensor) -> Tensor:
+    """The mean of x x^T over inputs [tokens, cols], float32 [cols, cols]; zero without tokens."""
     sums = FoldSums.empty(inputs.shape[1], 1, inputs.device)
-    sums.add(inputs, torch.zeros(len(inputs), dtype=torch.int64), gates)
+    sums.add(inputs, torch.zeros(len(inputs), dtype=torch.int64))
     return sums.mean()[0]
 
 
@@ -49,29 +46,24 @@ def shrink(own: Tensor, tokens: int, layer: Tensor, prior: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FoldSums:
-    """Weighted sums of x x^T by fold."""
+    """Sums of x x^T by fold."""
 
-    products: Tensor  # float32 [folds, cols, cols], sums of w x x^T; on and above the diagonal only
-    weights: Tensor  # float64 [folds], sums of w, on the CPU
+    products: Tensor  # float32 [folds, cols, cols]; on and above the diagonal only
     counts: Tensor  # int64 [folds], tokens, on the CPU
 
     @staticmethod
     def empty(cols: int, folds: int, device: torch.device) -> FoldSums:
         """Sums over no tokens: zeros."""
-        weights = torch.zeros(folds, dtype=torch.float64)
         counts = torch.zeros(folds, dtype=torch.int64)
-        return FoldSums(torch.zeros(folds, cols, cols, device=device), weights, counts)
+        return FoldSums(torch.zeros(folds, cols, cols, device=device), counts)
 
-    def add(self, inputs: Tensor, fold: Tensor, gates: Tensor | None = None) -> None:
-        """Add inputs float32 [tokens, cols] to their folds, int64 [tokens]; with gates [tokens], weighted by them."""
+    def add(self, inputs: Tensor, fold: Tensor) -> None:
+        """Add inputs float32 [tokens, cols] to their folds, int64 [tokens]."""
         for f in range(len(self.counts)):
             here = torch.where(fold == f)[0]
             if len(here):
-                at = here.to(inputs.device)
-                x = inputs if len(here) == len(inputs) else inputs[at]
-                weighted = x if gates is None else x * gates[at][:, None]
-                _add_product(self.products[f], weighted, x)
-                self.weights[f] += len(here) if gates is None else float(gates[at].sum())
+                x = inputs if len(here) == len(inputs) else inputs[here.to(inputs.device)]
+                _add_product(self.products[f], x)
                 self.counts[f] += len(here)
 
     def mean(self, without: int | None = None) -> tuple[Tensor, int]:
@@ -82,16 +74,16 @@ class FoldSums:
         total = self.products[kept[0]].clone()
         for f in kept[1:]:
             total += self.products[f]
-        weight = max(float(self.weights[kept].sum()), torch.finfo(torch.float32).tiny)
-        return _mirror(total.div_(weight)), int(self.counts[kept].sum())
+        tokens = int(self.counts[kept].sum())
+        return _mirror(total.div_(tokens)), tokens
 
 
-def _add_product(into: Tensor, weighted: Tensor, x: Tensor) -> None:
-    """Add the upper triangle of weighted^T x [cols, cols], in strips of rows."""
+def _add_product(into: Tensor, x: Tensor) -> None:
+    """Add the upper triangle of x^T x [cols, cols], in strips of rows."""
     cols = len(into)
     rows = max(STRIP, -(-cols // STRIPS)) if into.device.type == "cpu" else cols
     for a in range(0, cols, rows):
-        into[a : a + rows, a:].addmm_(weighted[:, a : a + rows].T, x[:, a:])
+        into[a : a + rows, a:].addmm_(x[:, a : a + rows].T, x[:, a:])
 
 
 def _mirror(square: Tensor) -> Tensor:

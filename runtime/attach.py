@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,11 +40,14 @@ from moepack.runtime.store.read_ahead import Place
 
 from .serving import Serving
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 KERNELS = "MOEPACK_DENSE_KERNELS"  # an environment variable: "off" leaves dense modules to the model's own code
 log = logging.getLogger("moepack.runtime")
 
 
-def attach(model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Version] = ()) -> None:
+def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version] = ()) -> None:
     """Load a bundle's experts into a model under a policy, and give dense matrices their versions, `dense`.
 
     Raises:
@@ -113,7 +116,7 @@ def serves_dense() -> bool:
     return os.environ.get(KERNELS, "on") != "off"
 
 
-def _replaced_on_gpu(model: Any, bundle: Bundle) -> dict[str, int]:
+def _replaced_on_gpu(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     """Let Triton's kernels run norms, routers and what is between attention's products; return as `_replaced` does."""
     from moepack.runtime.dense.gpu_modules import serve_norms, serve_routers
     from moepack.runtime.dense.gpu_projections import serve_gpu_projections
@@ -121,7 +124,7 @@ def _replaced_on_gpu(model: Any, bundle: Bundle) -> dict[str, int]:
     return serve_norms(model) | serve_routers(model, bundle.layers) | serve_gpu_projections(model)
 
 
-def _replaced(model: Any, bundle: Bundle) -> dict[str, int]:
+def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     """Let the compiled kernels run norms, routers and attention; return the number of modules of each class."""
     from moepack.runtime.dense.borrowed import serve_attention, serve_routers
     from moepack.runtime.dense.norms import serve_norms
@@ -150,7 +153,12 @@ def _hand_over(
 
 
 def _held_back(
-    model: Any, bundle: Bundle, devices: Sequence[torch.device], workload: Workload, fixed: Fixed, live: bool
+    model: PreTrainedModel,
+    bundle: Bundle,
+    devices: Sequence[torch.device],
+    workload: Workload,
+    fixed: Fixed,
+    live: bool,
 ) -> tuple[Fixed, MeasuredNeeds]:
     """Measure what passes need; return the bytes beside experts (M_fixed without a staging buffer), and the needs."""
     device = devices[0]

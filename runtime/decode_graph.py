@@ -17,10 +17,10 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,13 +32,17 @@ from moepack.runtime.experts.gpu import takes
 from moepack.runtime.experts.handles import RUN_THERE, LayerExperts
 from moepack.runtime.step.context import Step, opened
 
+if TYPE_CHECKING:
+    from transformers.utils.generic import ModelOutput
+
 WARM = 2  # passes before a capture: kernels are compiled, and libraries take their memory
 KEPT = 20  # graphs of one model: the server has one for each number of sequences
 # passes between a failed capture and the next one: at first, and at the most
 AGAIN = 16
 RARELY = 4096
 log = logging.getLogger("moepack.runtime")
-Forward = Callable[..., Any]
+Forward = Callable[..., "ModelOutput"]
+Key = tuple[Hashable, ...]
 
 
 @dataclass(slots=True)
@@ -66,8 +70,8 @@ class _Captured:
     given: list[Tensor]  # copies of the pass's tensors, in order
     words: Tensor | None  # the handle tables of all layers; `None` if versions never change
     counters: Counters | None
-    kind: Any  # the class of the model's output
-    out: dict[str, Any]  # its parts, in memory that graphs share, but for the cache: that would never be let go
+    kind: type[ModelOutput]  # the class of the model's output
+    out: dict[str, Tensor | None]  # its parts, in memory that graphs share; None for the cache, which they would keep
     shared: list[Tensor]  # that memory
     pool: _Pool
     addresses: tuple[int, ...]  # of the cache or its table, and of handles that never change
@@ -86,15 +90,21 @@ class DecodeGraphs:
         # passes that a graph may hold; captures that failed
         self._passes = 0
         self.failures = 0
-        self._waiting: dict[Any, _Waiting] = {}
-        self._made: dict[Any, _Captured] = {}  # the least recently used first
+        self._waiting: dict[Key, _Waiting] = {}
+        self._made: dict[Key, _Captured] = {}  # the least recently used first
         # While a graph has them, by stream: pools, and memory of outputs, which are copied before the next replay
         self._pools: weakref.WeakValueDictionary[int, _Pool] = weakref.WeakValueDictionary()
-        self._outs: weakref.WeakValueDictionary[Any, Tensor] = weakref.WeakValueDictionary()
+        self._outs: weakref.WeakValueDictionary[Key, Tensor] = weakref.WeakValueDictionary()
 
     def run(
-        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, given: Any, bounded: bool
-    ) -> Any:
+        self,
+        forward: Forward,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        step: Step,
+        given: dict[str, object],
+        bounded: bool,
+    ) -> ModelOutput | None:
         """Return a pass's output by a replay; None if it is to run as it is.
 
         Args:
@@ -152,7 +162,7 @@ class DecodeGraphs:
                 self._made[key], made.used = made, self._passes
             return self._output(made, step, cache)
 
-    def _waiting_for(self, key: Any) -> _Waiting:
+    def _waiting_for(self, key: Key) -> _Waiting:
         """Count a pass without a graph."""
         if len(self._waiting) > 16 * KEPT:  # of passes that never come again
             self._waiting.clear()
@@ -179,7 +189,7 @@ class DecodeGraphs:
 
     def _first(
         self,
-        key: Any,
+        key: Key,
         waiting: _Waiting,
         capture: Callable[[], _Captured],
         tensors: list[Tensor],
@@ -226,7 +236,7 @@ class DecodeGraphs:
         made = [*list(self._made.values()), more]
         return sum(m.executable for m in made) + sum(p.taken for p in {id(m.pool): m.pool for m in made}.values())
 
-    def _may(self, step: Step, given: dict[str, Any], cache: Any) -> bool:
+    def _may(self, step: Step, given: dict[str, object], cache: object) -> bool:
         """Whether a graph may hold the pass."""
         ids = inputs(given)
         counters = step.counters
@@ -246,12 +256,18 @@ class DecodeGraphs:
         if counters is not None and (counters.mask is not None or counters.within):
             return False
         return all(
-            takes(layer, step, tokens, 1) and not snapshot.in_window and snapshot.places <= RUN_THERE
+            takes(layer, step, tokens, 1) and snapshot.places <= RUN_THERE
             for layer, snapshot in zip(self._layers, step.snapshots, strict=True)
         )
 
     def _capture(
-        self, forward: Forward, of: Any, tensors: list[Tensor], step: Step, into: tuple[Any, Any], at: tuple[int, int]
+        self,
+        forward: Forward,
+        of: object,
+        tensors: list[Tensor],
+        step: Step,
+        into: tuple[object, Any],
+        at: tuple[int, int],
     ) -> _Captured:
         """Capture a pass `into` its cache and what that belongs to, `at` a stream and of so many tokens."""
         (cache, owner), device, counters, words = into, self._layers[0].of.device, None, None
@@ -266,8 +282,8 @@ class DecodeGraphs:
         seen = step.snapshots if words is None else [s.over(w) for s, w in zip(step.snapshots, words, strict=True)]
         inner = replace(step, snapshots=tuple(seen), counters=counters, table=None, routed=None)
         args, kwargs = _with(of, iter(own))
-        out = dict[str, Any]()
-        kind = list[Any]()
+        out = dict[str, Tensor | None]()
+        kind = list[type[ModelOutput]]()
         shared = list[Tensor]()
 
         def run() -> None:
@@ -285,11 +301,11 @@ class DecodeGraphs:
             graph = graphs.capture(run, device, beside)
         pool.taken += max(0, graphs.reserved(device) - before)
         self._pools[at[0]] = pool
-        inner.packed = inner.outer = None  # which hold sequences and memory of this pass
+        inner.packed = inner.outer = inner.logits = None  # which hold sequences and memory of this pass
         log.info("a decode step of %d sequences is now a CUDA graph", at[1])
         return _Captured(graph, own, words, counters, kind[0], out, shared, pool, _addresses(owner, step), inner)
 
-    def _shared(self, at: tuple[int, int], name: str, made: Any, shared: list[Tensor]) -> Tensor:
+    def _shared(self, at: tuple[int, int], name: str, made: object, shared: list[Tensor]) -> Tensor:
         """Copy a part of a pass's output to memory that graphs of one stream and about as many tokens share.
 
         Each graph's own logits would stay beside those of all others. The memory is added to `shared`.
@@ -315,7 +331,7 @@ class DecodeGraphs:
                 made.words.copy_(step.table.words, non_blocking=True)
             made.graph.replay()
 
-    def _output(self, made: _Captured, step: Step, cache: Any) -> Any:
+    def _output(self, made: _Captured, step: Step, cache: object) -> ModelOutput:
         """Return copies of what the replay makes, and add its counts to the step's."""
         with torch.no_grad():
             if made.counters is not None:
@@ -323,7 +339,7 @@ class DecodeGraphs:
             return made.kind(**{k: cache if v is None else v.clone() for k, v in made.out.items()})
 
 
-def _is_static(cache: Any) -> bool:
+def _is_static(cache: object) -> bool:
     """Whether a cache keeps its memory, and has it already."""
     layers = getattr(cache, "layers", ())
     return bool(layers) and all(
@@ -345,7 +361,7 @@ def _addresses(owner: Any, step: Step) -> tuple[int, ...]:
     return tuple(held)
 
 
-def _key(value: Any, tensors: list[Tensor], cache: Any) -> Any:
+def _key(value: object, tensors: list[Tensor], cache: object) -> Hashable:
     """Return what is equal for two passes with one graph, and collect tensors; None for what is not understood."""
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -359,7 +375,7 @@ def _key(value: Any, tensors: list[Tensor], cache: Any) -> Any:
     return (type(value), value) if value is None or isinstance(value, bool | int | float | str) else None
 
 
-def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
+def _with(value: object, tensors: Iterator[Tensor]) -> Any:
     """Return arguments with other tensors, in the order of `_key`."""
     if isinstance(value, Tensor):
         return next(tensors)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moepack.families.arguments import bound, cache_of, inputs, without_self
 from moepack.pack.errors import InputError
@@ -29,7 +29,7 @@ from moepack.runtime.devices import graphs
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot
-from moepack.runtime.experts.prediction import Prediction
+from moepack.runtime.experts.prediction import Prediction, tell_logits
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
@@ -39,6 +39,8 @@ from .model_methods import model_methods
 from .trace import Record, TraceWriter
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from moepack.runtime.experts.token_importance import TokenImportance
 
     from .decode_graph import DecodeGraphs
@@ -57,22 +59,22 @@ def decode_graphs(layers: Sequence[LayerExperts]) -> DecodeGraphs | None:
 
 
 @functools.cache
-def _wrapped_class(kind: type) -> type:
+def _wrapped_class(kind: type[nn.Module]) -> type:
     """Derive a model class whose forward opens a step. It keeps the name of `kind`."""
 
-    signature = without_self(kind.forward)  # type: ignore[attr-defined]
+    signature = without_self(kind.forward)
 
-    @functools.wraps(kind.forward)  # type: ignore[attr-defined]
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         wrapper: ForwardWrapper = self._moepack_wrapper
         if torch.compiler.is_compiling():
             wrapper.check_compiling(self, args, kwargs)
-            return kind.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
+            return kind.forward(self, *args, **kwargs)
         end_compiled(wrapper._key)  # an interrupted compiled pass may have left its step open in this thread
         given = bound(signature, args, kwargs)
         whole = step_of(wrapper._key) is None
         with wrapper.step(given) as done:
-            own = functools.partial(kind.forward, self)  # type: ignore[attr-defined]
+            own = functools.partial(kind.forward, self)
             out = wrapper.replayed(own, args, kwargs, given) if whole and wrapper.graphs is not None else None
             out = own(*args, **kwargs) if out is None else out
             done(out)
@@ -82,7 +84,7 @@ def _wrapped_class(kind: type) -> type:
     return type(kind.__name__, (kind,), {**names, **model_methods(kind), "forward": forward})
 
 
-def unwrapped_forward(model: Any) -> Callable[..., Any]:
+def unwrapped_forward(model: PreTrainedModel) -> Callable[..., Any]:
     """Return a model's own forward, for a part of a pass whose step is already open."""
     wrapped = "_moepack_wrapper" in model.__dict__
     kind: Any = type(model).__mro__[1]
@@ -92,7 +94,9 @@ def unwrapped_forward(model: Any) -> Callable[..., Any]:
 class ForwardWrapper:
     """Opens a step around every forward pass of one model. Passes of several threads are separate steps."""
 
-    def __init__(self, model: Any, layers: Sequence[LayerExperts], manager: ResidencyManager | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[LayerExperts], manager: ResidencyManager | None
+    ) -> None:
         """Wrap the forward of a model and of its decoder."""
         self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
         self.watchers: tuple[RoutingCounter, ...] = ()  # other counters of routing, beside the residency manager's
@@ -116,7 +120,9 @@ class ForwardWrapper:
 
                 self._importance = TokenImportance(model, described, needs.importance, manager.plan.workspace)
             if needs.prediction:
-                manager.prediction = Prediction(model, described)
+                manager.prediction = Prediction(model, described, needs.sums)
+            if any(reducer.reads_logits for reducer in needs.sums):
+                tell_logits(model, described, self._key)
         for position, layer in enumerate(self._layers):
             layer.model = self._key
             layer.position = position
@@ -128,9 +134,9 @@ class ForwardWrapper:
                 module.forward = self._wrapped(own, without_self(type(module).forward))
             module.__class__ = _wrapped_class(type(module))  # type: ignore[arg-type]
 
-    def _wrapped(self, own: Callable[..., Any], signature: Signature) -> Callable[..., Any]:
+    def _wrapped(self, own: Callable[..., object], signature: Signature) -> Callable[..., object]:
         @functools.wraps(own)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             with self.step(bound(signature, args, kwargs)) as done:
                 out = own(*args, **kwargs)
                 done(out)
@@ -141,7 +147,7 @@ class ForwardWrapper:
     # --- steps
 
     @contextlib.contextmanager
-    def step(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+    def step(self, given: dict[str, object]) -> Iterator[Callable[[object], None]]:
         """Open the step of a forward pass of the model or its decoder; yield a function that takes the pass's result.
 
         `given` are the forward's arguments by name.
@@ -154,7 +160,7 @@ class ForwardWrapper:
         manager = self._manager
         text = _text(given)
         counts: list[list[int]] = []
-        told: list[Callable[[Any], None]] = []
+        told: list[Callable[[object], None]] = []
         with contextlib.ExitStack() as stack:
             if manager is not None:
                 stack.enter_context(manager.pass_lock())
@@ -169,18 +175,17 @@ class ForwardWrapper:
                 if traced:
                     experts = [x.of.layer.experts for x in self._layers]
                     device = self._layers[0].of.device
-                    step.counters = Counters(experts, False, device)
+                    step.counters = Counters(experts, (), device)
                     step.counters.mask = text
             else:
                 prompt, done = stack.enter_context(manager.sequence(given))
                 told.append(done)
                 step = stack.enter_context(manager.step(prompt, text))
-                step.prediction = manager.prediction
                 if prompt.several and self._importance is not None:
                     stack.enter_context(self._observed(self._importance, step, given, text))
             step.watchers = self.watchers
 
-            def tell(out: Any) -> None:
+            def tell(out: object) -> None:
                 for done in told:
                     done(out)
 
@@ -190,7 +195,9 @@ class ForwardWrapper:
         if traced:
             self._write(counts, step.snapshots)
 
-    def replayed(self, forward: Callable[..., Any], args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
+    def replayed(
+        self, forward: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object], given: dict[str, object]
+    ) -> object:
         """Return the output of a decode step by the replay of a CUDA graph; None if it is to run as it is."""
         step = step_of(self._key)
         if step is None or self.graphs is None:
@@ -199,12 +206,11 @@ class ForwardWrapper:
 
     @contextlib.contextmanager
     def _observed(
-        self, importance: TokenImportance, step: Step, given: dict[str, Any], text: Tensor | None
+        self, importance: TokenImportance, step: Step, given: dict[str, object], text: Tensor | None
     ) -> Iterator[None]:
         """Enclose a pass: measure how much attention each token of its prompt receives."""
         cache = cache_of(given)
-        cached = 0 if cache is None else cache.get_seq_length()
-        cached = cached.clone() if isinstance(cached, Tensor) else cached  # else the pass would count on in it
+        cached = 0 if cache is None else int(cache.get_seq_length())
         with importance.watching(tuple(inputs(given).shape[:2]), text, cached):
             step.importance = importance
             yield
@@ -221,11 +227,11 @@ class ForwardWrapper:
         """
         if self._manager is None:
             return opened(self._unchanging())
-        return self._manager.step(counted=self._manager.policy.needs.layers or bool(self._manager.plan.critical))
+        return self._manager.step(counted=self._manager.policy.needs.layers)
 
     # --- compiled passes
 
-    def check_compiling(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_compiling(self, model: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         """Check the arguments of a compiled pass, whose step only knows the number of its tokens.
 
         Raises:
@@ -348,7 +354,7 @@ class ForwardWrapper:
                     trace.close()
 
 
-def _text(given: dict[str, Any]) -> Tensor | None:
+def _text(given: dict[str, object]) -> Tensor | None:
     """Return int64 [tokens], 1 for text and 0 for padding; None without an attention mask [batch, tokens]."""
     ids = inputs(given)
     mask = given.get("attention_mask")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import CODE_ERRORS, InputError, MoepackError, in_a_line
 from moepack.pack.hub_name import on_hub
@@ -16,6 +16,9 @@ from moepack.runtime.planning.choice import ladders_of
 from moepack.runtime.planning.options import METHOD, LoadOptions
 from moepack.runtime.profile import read_profile
 
+if TYPE_CHECKING:
+    import torch
+
 _loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
@@ -24,7 +27,7 @@ def load(
     device: str = "cpu",
     device_memory: int | str | None = None,
     policy: str | None = None,
-    dtype: Any = "auto",
+    dtype: str | torch.dtype = "auto",
     kv_tokens: int = 0,
     batch: int = 1,
     prefill_tokens: int = 512,
@@ -130,7 +133,9 @@ def _config(bundle: str | Path, options: LoadOptions) -> tuple[Any, Any]:
         raise InputError(f"{bundle}: {error}") from None
 
 
-def from_pretrained(kind: Any, name: str | Path, revision: str = "main", token: Any = None, **options: Any) -> Any:
+def from_pretrained(
+    kind: Any, name: str | Path, revision: str = "main", token: str | bool | None = None, **options: Any
+) -> Any:
     """Load a bundle or a checkpoint with a model class of transformers.
 
     Raises:

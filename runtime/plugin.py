@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import extract_commit_hash
@@ -39,6 +39,9 @@ from .process_limit import ProcessLimit, keep_limit
 from .profile import profiled
 from .snapshot import fetch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 log = logging.getLogger("moepack.runtime")
 HUB = ("token", "cache_dir", "local_files_only", "force_download")  # how files are fetched
 
@@ -48,7 +51,7 @@ class Asked:
     """Arguments of `from_pretrained` that transformers does not tell a quantiser."""
 
     name: str = "the model"
-    hub: Mapping[str, Any] = field(default_factory=dict)  # the arguments of HUB that were given
+    hub: Mapping[str, object] = field(default_factory=dict)  # the arguments of HUB that were given
     experts: str | Mapping[str, str] | None = None  # the experts' implementation
 
 
@@ -75,13 +78,13 @@ class MoepackConfig(QuantizationConfigMixin):
         """Return the given options, completed by the environment's."""
         return LoadOptions(**self.given).with_environment(has_dense)
 
-    def merged(self, own: Any) -> MoepackConfig:
+    def merged(self, own: MoepackConfig | dict[str, Any]) -> MoepackConfig:
         """Return both configurations as one: these fields override those of config.json's, `own`."""
         if (own.get("quant_method") if isinstance(own, dict) else own.quant_method) != METHOD:
             raise _no_bundle()
         return MoepackConfig(**{**(MoepackConfig(**own) if isinstance(own, dict) else own).given, **self.given})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the fields for config.json, which also shows how a loaded model is served."""
         return {"quant_method": METHOD, **self.given}
 
@@ -99,21 +102,23 @@ class MoepackQuantizer(HfQuantizer):
         self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()
         self._limit: ProcessLimit | None = None
-        self._model: weakref.ref[Any] | None = None  # the model that is loaded now
+        self._model: weakref.ref[PreTrainedModel] | None = None  # the model that is loaded now
 
     @property
     def is_trainable(self) -> bool:
         """Whether adapters beside a bundle can be trained. The experts do not change."""
         return True
 
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+    def is_serializable(self, *args: object, **kwargs: object) -> bool:
         """Return False: a loaded bundle cannot be saved as a checkpoint. Copy the bundle instead."""
         return False
 
-    def _dequantize(self, model: Any, dtype: Any = None) -> NoReturn:
+    def _dequantize(self, model: PreTrainedModel, dtype: object = None) -> NoReturn:
         raise InputError("a loaded bundle does not become a plain model: load the checkpoint that it was made from")
 
-    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
         named = asked.get().experts
         for other in set(named.values() if isinstance(named, Mapping) else [named]) - {None, IMPLEMENTATION}:
             raise InputError(f"experts_implementation={other!r}: a bundle's experts are run by moepack's own")
@@ -166,17 +171,18 @@ class MoepackQuantizer(HfQuantizer):
             named = ", ".join(sorted(devices - {"cpu"}))
             raise InputError(f"a memory limit is for a model on the CPU: on {named} give a device memory instead")
 
-    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+    def update_weight_conversions(self, weight_conversions: object, *model: object) -> object:
         """Keep the memory limit: the last hook before weights are read, and no longer among patches of model code.
 
         Up to 5.19 at least, transformers does not hand over the model.
         """
         if self._options.memory is not None and self._limit is None:
-            assert self._bundle is not None and self._model is not None
-            self._options, self._limit = keep_limit(self._model(), self._bundle, self._options, self._dense)
+            loaded = None if self._model is None else self._model()
+            assert self._bundle is not None and loaded is not None
+            self._options, self._limit = keep_limit(loaded, self._bundle, self._options, self._dense)
         return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         assert self._bundle is not None
         try:
             with recording(self._bundle, bool(self._options.checked)):
@@ -191,14 +197,14 @@ class MoepackQuantizer(HfQuantizer):
         return model
 
 
-def own_tensors(model: Any, bundle: Bundle) -> set[str]:
+def own_tensors(model: PreTrainedModel, bundle: Bundle) -> set[str]:
     """The names of a model's tensors, without those of experts, those with versions, and those tied to others."""
     packed = {f"{layer.module}.{name}" for layer in bundle.layers for name in EXPERT_PARAMETERS}
     packed |= {f"{matrix.module}.{name}" for matrix in bundle.manifest.dense for name in ("weight", "bias")}
     return set(model.state_dict()) - set(model.all_tied_weights_keys) - packed
 
 
-def _bundle_of(model: Any, checkpoint_files: Any, options: LoadOptions) -> Bundle:
+def _bundle_of(model: PreTrainedModel, checkpoint_files: Sequence[str] | None, options: LoadOptions) -> Bundle:
     """Open the bundle that transformers loads: a directory, or a Hub snapshot with the files that a policy needs."""
     if not checkpoint_files:
         raise InputError("a bundle is loaded from its directory or its Hub id, not from a state dict")

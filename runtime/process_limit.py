@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +30,9 @@ from moepack.runtime.policies.placements import ON_HOST
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.store.host_limit import most_memory, resident
 from moepack.runtime.store.read_ahead import WAITING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -137,7 +140,7 @@ def check_policy(bundle: Bundle, policy: Policy) -> None:
 
 
 def keep_limit(
-    model: Any, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]
+    model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]
 ) -> tuple[LoadOptions, ProcessLimit]:
     """Set the budget of a model whose weights are not read yet, by `options.memory`. `dense`: as in `attach`.
 
@@ -163,7 +166,7 @@ def keep_limit(
     return replace(options, device_memory=limit.budget), limit
 
 
-def _in_file(needs: MeasuredNeeds, model: Any, bundle: Bundle) -> int:
+def _in_file(needs: MeasuredNeeds, model: PreTrainedModel, bundle: Bundle) -> int:
     """Return the bytes of an embedding that stays in its file: none where transformers converts it to another dtype."""
     if not needs.embedding or (lone := lone_embedding(model)) is None:  # its weights are not tied yet
         return 0
@@ -173,7 +176,7 @@ def _in_file(needs: MeasuredNeeds, model: Any, bundle: Bundle) -> int:
     return needs.embedding if name not in stored or DTYPES[stored.dtype(name)][1] == own else 0
 
 
-def _twice(model: Any, bundle: Bundle, dense: Sequence[Version]) -> int:
+def _twice(model: PreTrainedModel, bundle: Bundle, dense: Sequence[Version]) -> int:
     """Return the bytes of the largest dense matrix that is in memory twice while it is loaded.
 
     A coded one is decoded from its extent; one that the bundle has no versions of is moved to where kernels read it.

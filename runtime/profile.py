@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from moepack.pack.errors import InputError
 from moepack.pack.manifest import CONFIG, LEFTOVERS, TABLES
 from moepack.pack.reader import TENSORS, Bundle, variant
 from moepack.pack.user_files import write_whole
+
+if TYPE_CHECKING:
+    from .serving import Serving
 
 FORMAT = "moepack.profile/1"
 MOST_BYTES = 64 << 20  # of a profile's file: more than any model's counts take
@@ -91,19 +94,19 @@ def check_writable(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def kept(path: str | Path, bundle: Bundle, serving: Any) -> Iterator[None]:
+def kept(path: str | Path, bundle: Bundle, serving: Serving) -> Iterator[None]:
     """Count what is served in the context into the profile at `path`: every `EVERY` seconds, and at the end.
 
     What the file held before counts half, so that traffic of a few sessions ago fades. Without traffic it stays.
     """
-    before: Counts = [np.array(row, np.int64) for row in serving.routed().counts()]
+    before: Counts = [np.array(row, np.int64) for row in serving.routed()]
     old = read_profile(path, bundle) if Path(path).exists() else [0 * row for row in before]
     ended = threading.Event()
     written = sum(int(row.sum()) for row in before)
 
     def save() -> None:
         nonlocal written
-        counts = serving.routed().counts()
+        counts = serving.routed()
         if (total := sum(map(sum, counts))) == written:
             return
         new = [(a // 2 + b - c).tolist() for a, b, c in zip(old, counts, before, strict=True)]

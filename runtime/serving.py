@@ -7,9 +7,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
 
 from moepack.pack.reader import Bundle
+from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds
@@ -23,7 +26,9 @@ from moepack.runtime.step.context import RoutingCounter
 
 from .forward_wrapper import ForwardWrapper
 from .process_limit import ProcessLimit
-from .routed import RoutedCounts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COUNTERS: dict[str, Callable[[ResidencyManager], int]] = {
     "promotions": lambda m: m.residency.counts.promotions,
@@ -44,7 +49,7 @@ class Serving:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         bundle: Bundle,
         policy: str,
         layers: list[LayerExperts],
@@ -71,12 +76,12 @@ class Serving:
         self.limit: ProcessLimit | None = None  # the process's memory limit, where one was given
         self.caches: KvBudget | None = None  # keeps the KV caches inside the budget
         self._wrapper = ForwardWrapper(model, layers, manager)
-        self._routed: RoutedCounts | None = None
+        self._routed: Counters | None = None
         if manager is not None:
             _live.add(manager)
         weakref.finalize(model, _let_go, list(layers), manager)
 
-    def watch_caches(self, model: Any, needs: MeasuredNeeds) -> None:
+    def watch_caches(self, model: PreTrainedModel, needs: MeasuredNeeds) -> None:
         """Keep the caches of the model's forward passes inside the budget, from now on."""
         assert self.tracker is not None
         reserve = FreeReserve(self.tracker) if self.manager is None else EvictionReserve(self.manager)
@@ -92,12 +97,14 @@ class Serving:
         """Add a counter that sees every layer's routing from now on."""
         self._wrapper.watchers = (*self._wrapper.watchers, counter)
 
-    def routed(self) -> RoutedCounts:
-        """Return the counts of routers' choices since the first call; all callers share one counter."""
+    def routed(self) -> list[list[int]]:
+        """Return how often routers chose each expert since the first call, [layers][experts]: padding included."""
         if self._routed is None:
-            self._routed = RoutedCounts(self.layers)
+            experts = [layer.of.layer.experts for layer in self.layers]
+            device = self.layers[0].of.device if self.layers else torch.device("cpu")
+            self._routed = Counters(experts, (), device)
             self.count_routing(self._routed)
-        return self._routed
+        return [row.tolist() for row in self._routed.take()[0]]
 
     def trace(self, path: str | Path) -> None:
         """Write every step from now on into a file (trace.py)."""
@@ -111,7 +118,7 @@ class Serving:
             if self.manager is not None:
                 self.manager.close()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse pickles and copies, as the model does."""
         self._wrapper.refuse_copies()
 
@@ -126,7 +133,7 @@ class Serving:
         """The active version of every expert, by layer."""
         return tuple(tuple(str(h) for h in layer.current.handles) for layer in self.layers)
 
-    def resident_bytes(self, model: Any = None) -> int:
+    def resident_bytes(self, model: object = None) -> int:
         """Return the device memory in use: in a budget the reserved bytes, otherwise those of weights."""
         if self.tracker is not None:
             return self.tracker.reserved
@@ -150,7 +157,7 @@ class Serving:
         failures = 0 if self._wrapper.graphs is None else self._wrapper.graphs.failures
         return {**counts, "kv_waits": kv_waits, "graph_failures": failures, **asdict(moved)}
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, object]:
         """Describe whether versions still change, for JSON.
 
         The keys are `ok`, `worker`, `error`, `failed_rounds` and `last_round_seconds_ago`. `worker` is "none" where

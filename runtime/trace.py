@@ -1,4 +1,4 @@
-"""Traces of serving: one line of JSON a step, written while serving and read back for replays.
+"""Traces of serving: one line of JSON a step, written while serving.
 
 The first line describes the model: {"format": "moepack-trace", "version": 2, "policy", "versions": [name, ...],
 "layers": [{"index", "experts"}, ...]}. Every other line is a step, a `Record`.
@@ -7,15 +7,12 @@ The first line describes the model: {"format": "moepack-trace", "version": 2, "p
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO, Any
-
-import numpy as np
+from typing import IO
 
 from moepack.pack.errors import InputError
-from moepack.runtime.policies.contract import Interval, LivePolicy, Wanted
 
 FORMAT = {"format": "moepack-trace", "version": 2}
 
@@ -60,7 +57,7 @@ class TraceWriter:
         """Add the line of a step."""
         self._line(asdict(record))
 
-    def _line(self, value: dict[str, Any]) -> None:
+    def _line(self, value: dict[str, object]) -> None:
         self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
 
     def close(self) -> None:
@@ -94,10 +91,3 @@ def read_trace(path: Path | str) -> Trace:
         return Trace(head["policy"], head["layers"], head["versions"], records)
     except (ValueError, KeyError, TypeError, IndexError):
         raise InputError(f"{path}: line {number} is not a line of a trace") from None
-
-
-def replay(trace: Trace, policy: LivePolicy, capacity: Sequence[int]) -> Iterator[tuple[Record, Wanted | None]]:
-    """Yield each step of a trace, and the placements that a policy wants after it; None for no change."""
-    for record in trace.records:
-        counts = [np.array(row, np.int64) for row in record.counts]
-        yield record, policy.decide(Interval(record.time, capacity, counts))

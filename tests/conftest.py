@@ -45,6 +45,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and not Path(torch.__spec__.c
 
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
+from moepack.runtime.experts import backends
 from moepack.runtime.patches import UNUSED
 from moepack.runtime.planning import fixed
 
@@ -135,7 +136,8 @@ def measured_once(made_once: MadeOnce) -> Iterator[None]:
         config, *rest = asked
         described = fixed.plain_config(config), config._attn_implementation, type(config).__name__, *rest
         variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOEPACK_"))
-        key = hashlib.sha256(repr((*described, torch.get_num_threads(), variables)).encode()).hexdigest()
+        compiled = backends.library() is not None  # some tests take it away
+        key = hashlib.sha256(repr((*described, torch.get_num_threads(), variables, compiled)).encode()).hexdigest()
         file = made_once(f"measured-{key}", lambda path: path.write_bytes(pickle.dumps(measure(*asked))))
         return pickle.loads(file.read_bytes())
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from benchmarks.tables.common import ROOT
 
 from .limited import limited
 from .style import PAPER
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 IMAGES = ROOT / "docs" / "images"
-PICTURES: dict[str, Callable[[], Any]] = {"limited": limited}
+PICTURES: dict[str, Callable[[], Figure]] = {"limited": limited}
 
 
 def draw(out: Path, png: bool = False) -> list[Path]:

@@ -6,28 +6,32 @@ Divergence is what the same bits cost on a trained model (results/peers.json): t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
+from benchmarks.common import Row
 from benchmarks.tables.common import results
 
 from .style import GREY, INK, OURS, PAPER, THEIRS, plain_axes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MIXES = {"Q4_K_M": "Q4_K_M", "Q2_K": "Q2_K mix"}  # a side's mix -> its encoding in the peers' table
 DEAD = 0.01  # tokens a second at which what gave none is drawn
 
 
-def limited() -> Any:
+def limited() -> Figure:
     """Tokens a second by memory, of results/limited.json."""
     return drawn(results("limited")["rows"], divergences(results("peers")["rows"]))
 
 
-def divergences(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def divergences(rows: Sequence[Row]) -> dict[str, float]:
     """Thousandths of a nat by encoding, attention quantised too, of the first trained model that has them."""
     found = [r for r in rows if r["part"] == "quality" and "attention" in r.get("quantised", "") and "KL, mnat" in r]
     return {r["encoding"]: r["KL, mnat"] for r in found if r["model"] == found[0]["model"]}
 
 
-def divergence(row: Mapping[str, Any], known: Mapping[str, float]) -> float | None:
+def divergence(row: Row, known: Mapping[str, float]) -> float | None:
     """Of a row: between w4's and w2's by their shares of what was served."""
     who, _, rest = row["side"].partition(":")
     if who == "llama":
@@ -40,14 +44,14 @@ def divergence(row: Mapping[str, Any], known: Mapping[str, float]) -> float | No
     return float(sum(share * (costs[v] or 0.0) for v, share in shares.items()) / sum(shares.values()))
 
 
-def beaten(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
+def beaten(row: Row, rows: Sequence[Row]) -> bool:
     """Whether another row of the same program is faster in the same limit."""
     who = row["side"].partition(":")[0]
     alike = [r for r in rows if r["cage GB"] == row["cage GB"] and r["side"].partition(":")[0] == who]
     return bool(max(r.get("decode tokens/s", 0.0) for r in alike) > row["decode tokens/s"])
 
 
-def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
+def drawn(rows: Sequence[Row], known: Mapping[str, float]) -> Figure:
     """The picture of rows, without those held to AVX2; a side that was killed or refused stands at the bottom."""
     rows = [row for row in rows if ":avx2" not in row["side"]]
     import matplotlib.pyplot as plt
@@ -66,7 +70,9 @@ def drawn(rows: Sequence[Mapping[str, Any]], known: Mapping[str, float]) -> Any:
             x = [r["cage GB"] for r in alive]
             y = [r["decode tokens/s"] for r in alive]
             name = side.replace(":", " ", 1).replace("llama", "llama.cpp").split(":dense=")[0].split(":read-ahead")[0]
-            style = "D" if len(alive) < 2 else f"{mark}--" if beaten(alive[0], rows) else f"{mark}-"
+            style = "D"
+            if len(alive) > 1:
+                style = f"{mark}--" if beaten(alive[0], rows) else f"{mark}-"
             axis.plot(x, y, style, color=colour, linewidth=2, markersize=9, label=name)
             axis.plot(dead, [DEAD] * len(dead), "x", color=colour, markersize=10, markeredgewidth=2.5)
             for row in alive:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAPER = "#fcfbf8"
 INK = "#1d1d1f"
@@ -11,7 +14,7 @@ OURS = "#0b6bcb"
 THEIRS = "#c25700"
 
 
-def plain_axes(axis: Any) -> None:
+def plain_axes(axis: Axes) -> None:
     """Axes without a box, lines behind the points."""
     axis.set_facecolor(PAPER)
     axis.spines[["top", "right"]].set_visible(False)

@@ -30,9 +30,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import arguments, machine, show
+from benchmarks.common import Row, arguments, machine, show
 
 from .rows import Rows, Setting, write
 from .run import ROOT, Stage, child
@@ -76,7 +75,7 @@ def chosen(setting: Setting, only: list[str], match: list[str]) -> dict[str, lis
     return out
 
 
-def begun(out: Path | None, setting: Setting) -> dict[str, Any]:
+def begun(out: Path | None, setting: Setting) -> Row:
     """Return the document to write: what FILE has, or without one a document without rows.
 
     Raises ValueError for a file of another machine or size of run, whose rows would be lost or mixed with these.
@@ -84,7 +83,7 @@ def begun(out: Path | None, setting: Setting) -> dict[str, Any]:
     of = {"machine": machine(), "gpu": setting.gpu or None, "quick": setting.quick}
     if out is None or not out.exists():
         return {**of, "rows": [], "targets": []}
-    document: dict[str, Any] = json.loads(out.read_text())
+    document: Row = json.loads(out.read_text())
     for key, value in of.items():
         if document.get(key) != value:
             raise ValueError(f"{out}: its {key} is not that of this run: name another file with --json")
@@ -97,8 +96,8 @@ def measure(
     minutes: float,
     seconds: float | None,
     out: Path | None,
-    document: dict[str, Any],
-) -> list[dict[str, Any]]:
+    document: Row,
+) -> list[Row]:
     """Run stages and return their rows, each of which is written to `out` as soon as it is known.
 
     Args:
@@ -110,25 +109,27 @@ def measure(
         document: what `begun` has found there.
     """
     ends = time.monotonic() + 60 * minutes
-    found = list[dict[str, Any]]()
+    found = list[Row]()
     for stage, names in rows.items():
         _, _, share, interpreted = STAGES[stage]
 
-        def keep(row: dict[str, Any], stage: str = stage) -> None:
+        def keep(row: Row, stage: str = stage) -> None:
             found.append({"stage": stage, **row})
             _put(document, found[-1])
             write(out, document)
             print(f"{stage}: {row['row']}: {row['value']} {row['unit']} {row['verdict']}", file=sys.stderr, flush=True)
 
         left = max(0.0, ends - time.monotonic())
-        bound = seconds if seconds is not None else share if setting.on_gpu else left
+        bound = seconds
+        if bound is None:
+            bound = share if setting.on_gpu else left
         Stage(stage, names, setting, min(bound, left), interpreted).run(keep)
     return found
 
 
-def _put(document: dict[str, Any], row: dict[str, Any]) -> None:
+def _put(document: Row, row: Row) -> None:
     """Put a row into the document. One without a value does not replace an earlier one that has a value."""
-    kept: list[dict[str, Any]] = document["rows"]
+    kept: list[Row] = document["rows"]
     same = [i for i, r in enumerate(kept) if (r["stage"], r["row"]) == (row["stage"], row["row"])]
     if not same:
         kept.append(row)
@@ -147,11 +148,11 @@ def _put(document: dict[str, Any], row: dict[str, Any]) -> None:
     ]
 
 
-def probed() -> dict[str, Any]:
+def probed() -> Row:
     """Return what PROBE says of the device. A process of its own makes the context, which takes device memory."""
     command = [sys.executable, "-c", PROBE]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: Row = json.loads(done.stdout.strip().splitlines()[-1])
     return found
 
 

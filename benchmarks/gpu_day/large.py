@@ -10,11 +10,12 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 import moepack
+from benchmarks.common import Row
 from benchmarks.limited.shapes import SHAPES, Shape, text
 from moepack.families.arguments import with_cache
 from moepack.runtime.planning.exceeded import TooSmallError
@@ -22,6 +23,11 @@ from moepack.runtime.planning.exceeded import TooSmallError
 from .bundles import made_bundle, sized
 from .rows import Entry, Measured, Rows, Setting
 from .served import captures
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+    from moepack.runtime.served_model import ServedModel
 
 WHOLE = SHAPES["qwen3-moe"]
 QUARTER = SHAPES["quarter"]
@@ -72,7 +78,7 @@ def written(setting: Setting) -> Measured:
     return Measured(time.perf_counter() - began, "s")
 
 
-def _load(setting: Setting, shape: Shape, policy: str, budget: float | None) -> Any:
+def _load(setting: Setting, shape: Shape, policy: str, budget: float | None) -> ServedModel:
     load = partial(
         moepack.load,
         made_bundle(setting, shape),
@@ -88,24 +94,25 @@ def _load(setting: Setting, shape: Shape, policy: str, budget: float | None) -> 
             load(device_memory=1000)
         except TooSmallError as error:
             budget = 1.25 * error.least
-    return load(device_memory=None if budget is None else round(budget))
+    model: ServedModel = load(device_memory=None if budget is None else round(budget))
+    return model
 
 
 @lru_cache(1)
-def _whole(setting: Setting) -> tuple[Any, float]:
+def _whole(setting: Setting) -> tuple[ServedModel, float]:
     """The model with all experts at w4, for several rows, and the seconds that it took to load."""
     began = time.perf_counter()
     return _load(setting, WHOLE, "static:w4", None), time.perf_counter() - began
 
 
-def _cache(model: Any, static: bool) -> Any:
+def _cache(model: PreTrainedModel, static: bool) -> Cache:
     """A cache; passes with a static one are captured."""
     from transformers import DynamicCache, StaticCache
 
     return StaticCache(config=model.config, max_cache_len=ROOM) if static else DynamicCache(config=model.config)
 
 
-def _pass(model: Any, cache: Any, ids: list[int], setting: Setting) -> float:
+def _pass(model: PreTrainedModel, cache: Cache, ids: list[int], setting: Setting) -> float:
     """Seconds of a pass, with the host's wait for its logits."""
     began = time.perf_counter()
     given = torch.tensor([ids], device=setting.torch)
@@ -121,7 +128,7 @@ def _ids(setting: Setting) -> tuple[list[int], list[int]]:
     return ids[:PROMPT], ids[PROMPT:] if not setting.small else ids[PROMPT : PROMPT + 12]
 
 
-def _times(model: Any, cache: Any, setting: Setting) -> tuple[float, list[float]]:
+def _times(model: PreTrainedModel, cache: Cache, setting: Setting) -> tuple[float, list[float]]:
     first, after = _ids(setting)
     with torch.inference_mode():
         read = _pass(model, cache, first, setting)
@@ -176,7 +183,7 @@ def calls(setting: Setting, kind: str) -> Measured:
     return Measured(counted, "calls", limit=0 if kind == "Synchronize" else None, more=more)
 
 
-def calls_of(work: Callable[[], object], kind: str, setting: Setting) -> tuple[int, dict[str, Any]]:
+def calls_of(work: Callable[[], object], kind: str, setting: Setting) -> tuple[int, Row]:
     """How often work calls the runtime's functions of a kind once it is warm, and which, by torch.profiler."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -241,6 +248,7 @@ def limited(setting: Setting, shape: Shape, policy: str, budget: float) -> Measu
     loading = time.perf_counter() - began
     try:
         live = model.moepack.manager
+        assert live is not None
         read, times = _times(model, _cache(model, setting.on_gpu and not live.policy.needs.layers), setting)
         facts = model.moepack.counters()
         more = {

@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from benchmarks.common import Row
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +56,7 @@ class Measured:
     value: float
     unit: str
     limit: float | None = None
-    more: dict[str, Any] = field(default_factory=dict)
+    more: Row = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Entry:
 Rows = dict[str, Entry]
 
 
-def shown(name: str, found: Measured, on_gpu: bool) -> dict[str, Any]:
+def shown(name: str, found: Measured, on_gpu: bool) -> Row:
     """A finished row, with its verdict."""
     if found.limit is not None:
         verdict = "holds" if found.value <= found.limit else "FAILS"
@@ -79,12 +81,12 @@ def shown(name: str, found: Measured, on_gpu: bool) -> dict[str, Any]:
     return row | ({"more": found.more} if found.more else {})
 
 
-def without(name: str, verdict: str) -> dict[str, Any]:
+def without(name: str, verdict: str) -> Row:
     """A row that has no value, and why."""
     return {"row": name, "value": None, "unit": "", "limit": None, "verdict": verdict}
 
 
-def write(out: Path | None, document: dict[str, Any]) -> None:
+def write(out: Path | None, document: Row) -> None:
     """Write what there is so far, whole or not at all."""
     if out is not None:
         aside = out.with_name(out.name + ".partial")

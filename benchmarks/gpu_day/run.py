@@ -20,7 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+from benchmarks.common import Row
 
 from .rows import NO_GPU, Rows, Setting, Skipped, shown, without
 
@@ -63,14 +64,14 @@ class Stage:
         if interpreted and not setting.on_gpu:
             self.environment["TRITON_INTERPRET"] = "1"
 
-    def run(self, on_row: Callable[[dict[str, Any]], None]) -> None:
+    def run(self, on_row: Callable[[Row], None]) -> None:
         """Measure all rows; `on_row` gets each as soon as it is known."""
         while self.left and time.monotonic() < self.ends:
             self._process(on_row)
         for name in self.left:
             on_row(without(name, f"skipped: {self.over}"))
 
-    def _process(self, on_row: Callable[[dict[str, Any]], None]) -> None:
+    def _process(self, on_row: Callable[[Row], None]) -> None:
         asked = json.dumps({**asdict(self.setting), "work": str(self.setting.work)})
         command = [*self.command, "--stage", self.name, "--setting", asked, "--rows", json.dumps(self.left)]
         begun = None

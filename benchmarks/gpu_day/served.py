@@ -8,26 +8,36 @@ import logging
 import time
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 import moepack
+from benchmarks.common import Row
 from benchmarks.limited.shapes import SHAPES, Shape
 from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.reader import open_bundle
 from moepack.runtime.devices import cuda
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.policies.contract import Key
 from moepack.runtime.store.files import BackingStore
 
 from .bundles import made_bundle, sized
 from .rows import Entry, Measured, Rows, Setting, Skipped
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel, StaticCache
+
+    from moepack.runtime.residency.manager import ResidencyManager
+    from moepack.runtime.served_model import ServedModel
+
 DEEP = SHAPES["deep"]  # 48 layers, small experts
 WIDE = Shape("wide", 1, 128, 8, 2048, 768, 32, 4, 128, 2400, 1)  # one layer of Qwen3-30B-A3B's experts
 POLICY = "hotness:hi=w4,lo=w2,between=no,prior=none,interval=1e9,rate=0,margin=0,slack=0"
 SLOTS = (1, 2, 8)  # copies under way
+T = TypeVar("T")
 SPARE = 8  # experts that are left at the low version, with room for a KV reserve
 # seconds for transitions to end, and without any that are taken for the end
 PATIENCE = 120.0
@@ -90,14 +100,14 @@ def promotions(setting: Setting, slots: int) -> Measured:
     return Measured(count / took, "a second", more=more)
 
 
-def _same(stored: Any) -> Any:
+def _same(stored: T) -> T:
     return stored
 
 
 # --- a served model
 
 
-def _options(setting: Setting) -> dict[str, Any]:
+def _options(setting: Setting) -> Row:
     return {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
 
 
@@ -122,7 +132,7 @@ def _least(setting: Setting) -> int:
 
 
 @contextlib.contextmanager
-def served(setting: Setting, share: float) -> Iterator[Any]:
+def served(setting: Setting, share: float) -> Iterator[ServedModel]:
     """The deep model in a budget with room for this share of its experts at the high version."""
     budget = round(_least(setting) + share * _room(setting))
     model = moepack.load(made_bundle(setting, DEEP), device_memory=budget, **_options(setting))
@@ -132,13 +142,13 @@ def served(setting: Setting, share: float) -> Iterator[Any]:
         model.moepack.close()
 
 
-def _halves(live: Any) -> list[dict[Any, int]]:
+def _halves(live: ResidencyManager) -> list[dict[Key, int]]:
     keys = list(live.residency.entries)
     spare = min(SPARE, len(keys) // 8)
     return [dict.fromkeys(keys[i::2][:-spare], 0) for i in range(2)]
 
 
-def _settle(live: Any) -> None:
+def _settle(live: ResidencyManager) -> None:
     """Wait until nothing is under way, and nothing has changed for a while: what has no room waits for ever."""
     ends = time.monotonic() + PATIENCE
     counts = live.residency.counts
@@ -155,7 +165,7 @@ def _settle(live: Any) -> None:
             since = time.monotonic()
 
 
-def _steps(model: Any, setting: Setting, steps: int) -> None:
+def _steps(model: PreTrainedModel, setting: Setting, steps: int) -> None:
     """Read a prompt, and decode so many tokens."""
     with torch.inference_mode():
         out = model(torch.ones(1, 16, dtype=torch.long, device=setting.torch), use_cache=True)
@@ -190,6 +200,7 @@ def memory(setting: Setting) -> Measured:
         _steps(model, setting, 4)
         peak = model.moepack.resident_bytes_peak
         budget = model.moepack.budget_bytes
+        assert budget is not None
         taken = _used(setting) - before if setting.on_gpu else float(peak)
         more = {"tracker MB": peak / 1e6, "budget MB": budget / 1e6}
         if setting.on_gpu:
@@ -202,6 +213,7 @@ def checked(setting: Setting) -> Measured:
     wanted = 4 if setting.small else 1000
     with served(setting, 0.5) as model:
         live = model.moepack.manager
+        assert live is not None
         bundle = model.moepack.bundle
         halves = _halves(live)
         wrong = 0
@@ -216,6 +228,7 @@ def checked(setting: Setting) -> Measured:
                 torch.cuda.synchronize()
             for p, layer in enumerate(live.layers):
                 for e, handle in enumerate(layer.current.handles):
+                    assert handle.version is not None
                     extent = bundle.extent(handle.version.name, p, e)
                     got = handle.extent.cpu().numpy()
                     looked += 1
@@ -251,20 +264,21 @@ def captures() -> Iterator[list[str]]:
         log.setLevel(level)
 
 
-def _decode(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> Any:
+def _decode(model: PreTrainedModel, cache: StaticCache, setting: Setting, steps: int, graphs: bool = True) -> Tensor:
     """The last logits of steps after a prompt, in a cache that is emptied first."""
     cache.reset()
-    out = None
+    out: Tensor | None = None
     with torch.set_grad_enabled(not graphs):  # a pass that may have gradients is not captured
         model(torch.ones(1, 4, dtype=torch.long, device=setting.torch), use_cache=True, **with_cache(model, cache))
         for step in range(steps):
             ids = torch.full((1, 1), 5 + step, device=setting.torch)
             out = model(ids, use_cache=True, **with_cache(model, cache)).logits.detach()
+    assert out is not None
     return out
 
 
 @contextlib.contextmanager
-def _captured(setting: Setting) -> Iterator[tuple[Any, Any, list[str]]]:
+def _captured(setting: Setting) -> Iterator[tuple[ServedModel, StaticCache, list[str]]]:
     """A served model whose step is a graph, and its cache."""
     from transformers import StaticCache
 
@@ -280,6 +294,7 @@ def replayed(setting: Setting) -> Measured:
     """The greatest difference of logits between a replay after promotions and the same step launched one by one."""
     with _captured(setting) as (model, cache, said):
         live = model.moepack.manager
+        assert live is not None
         before = live.residency.counts.promotions
         live.transitions.want(_halves(live)[0])
         _settle(live)

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.common import Row
 from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.bits import Bf16Bits, Buffer
 from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import MoepackError
@@ -24,15 +25,7 @@ from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import MANIFEST, Manifest
 from moepack.pack.reader import open_bundle, verify
 from moepack.pack.safetensors_file import make_header
-from moepack.pack.spec import (
-    DenseMatrix,
-    ExpertLayer,
-    Matrix,
-    Version,
-    dense_file,
-    dense_layers,
-    expert_file,
-)
+from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version, dense_layers
 from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
 from moepack.pipeline.shrink import shrink
@@ -97,7 +90,7 @@ class BundleCase(Case):
         return _canonical(document)
 
 
-def _canonical(document: Any) -> bytes:
+def _canonical(document: object) -> bytes:
     text = json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True)
     return (text + "\n").encode()
 
@@ -107,12 +100,12 @@ def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
     versions = (holding, *VERSIONS[1:])
     numbers = np.random.default_rng(0)
     with BundleWriter(target) as writer:
-        config: dict[str, Any] = {"model_type": "qwen3_moe", "architectures": ["X"]}
+        config: Row = {"model_type": "qwen3_moe", "architectures": ["X"]}
         config["quantization_config"] = {"quant_method": "moepack"}
         writer.path("config.json").write_text(json.dumps(config))
         dense = {"model.norm.weight": ("F32", (8,))} | {f"{x.module}.down_proj": ("BF16", (1,)) for x in LAYERS}
         writer.path("model.safetensors").write_bytes(make_header(dense, {}) + bytes(32 + 2 * len(LAYERS)))
-        tables: dict[str, Any] = {}
+        tables: Row = {}
         for layer in LAYERS:
             shape = (layer.experts, len(versions))
             found = {"tokens": np.full(2, 7), "gate_sum": np.ones(2, np.float32), "method": np.zeros(shape, np.uint8)}
@@ -128,7 +121,7 @@ def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
                     for _ in range(layer.experts):
                         file.add(*_extent(layer.matrices, version, numbers))
                 assert file.entry is not None
-                writer.adopt(expert_file(version.name, layer.index), path, file.entry)
+                writer.adopt(layer.file(version.name), path, file.entry)
                 path.unlink()
         for version in DENSE_VERSIONS:
             for part in dense_layers(DENSE):
@@ -137,7 +130,7 @@ def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
                     for m in part.matrices:
                         file.add(*_extent((m.matrix,), version, numbers))
                 assert file.entry is not None
-                writer.adopt(dense_file(version.name, part.index), path, file.entry)
+                writer.adopt(part.file(version.name), path, file.entry)
                 path.unlink()
         shape = (len(DENSE), len(DENSE_VERSIONS))
         tables |= {f"dense.{name}": np.full(shape, 0.1, np.float32) for name in ("relative", "mse")}
@@ -148,18 +141,18 @@ def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
         save_file(tables, writer.path(TABLES), columns)
         for name in ("config.json", "model.safetensors", TABLES):
             writer.add(name)
-        model: dict[str, Any] = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2}
+        model: Row = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2}
         manifest = Manifest(
             {**model, "expert_dtype": next(iter(holding.holds))}, LAYERS, versions, {}, {}, {"recipe": "none"}
         )
         writer.finish(replace(manifest, dense=DENSE, dense_versions=DENSE_VERSIONS))
 
 
-def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.Generator) -> tuple[Any, int]:
+def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.Generator) -> tuple[Buffer, int]:
     if version.plain:
         weights = [numbers.integers(0, 1 << 15, (m.rows, m.cols)).astype(np.uint16) for m in matrices]
         return version.encode(matrices, [LosslessMatrix(w, _bias(m)) for w, m in zip(weights, matrices, strict=True)])
-    made: list[Any] = []
+    made: list[AffineMatrix | ReleasedMatrix] = []
     for m in matrices:
         groups = (m.rows, -(-m.cols // (version.group_size or m.cols)))
         codes = numbers.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
@@ -174,7 +167,7 @@ def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.G
     return version.encode(matrices, made)
 
 
-def _bias(matrix: Matrix) -> Any:
+def _bias(matrix: Matrix) -> Bf16Bits | None:
     return np.full(matrix.rows, 0x3F80, np.uint16) if matrix.bias else None
 
 
@@ -273,7 +266,7 @@ def bodies(case: BundleCase) -> None:
         case.sign(name)
 
 
-KINDS: dict[Callable[[Any], None], int] = {
+KINDS: dict[Callable[[BundleCase], None], int] = {
     manifests: 30,
     texts: 10,
     headers: 20,

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.common import Row
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import bits_of
 from moepack.calibrate.native import as_released
@@ -33,7 +34,7 @@ _E4M3 = torch.float8_e4m3fn
 _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 _GROUPS = {"a": {"targets": ["Linear"], "weights": _INT4, "format": "pack-quantized"}}
 # Format -> what config.json says, and the tensors of a weight of (rows, columns).
-FORMATS: dict[str, tuple[dict[str, Any], Shapes]] = {
+FORMATS: dict[str, tuple[Row, Shapes]] = {
     "fp8": (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [32, 32]}},
         lambda n, c: {"weight": (_E4M3, (n, c)), "weight_scale_inv": (_F32, (n // 32, c // 32))},
@@ -75,7 +76,7 @@ def whole(path: Path, name: str) -> None:
     """A Qwen3-MoE of one layer and two experts, these in a format."""
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-    small: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32, "vocab_size": 64}
+    small: Row = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32, "vocab_size": 64}
     small |= {"num_hidden_layers": 1, "num_experts": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3MoeConfig(**small, num_experts_per_tok=1, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)

@@ -6,7 +6,7 @@ import copy
 import random
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ TEXTS = (
     "{}",
     "config.json",
 )
-VALUES: tuple[Any, ...] = (*NUMBERS, *TEXTS, None, True, False, 0.5, 1e308, [], {}, [[]], {"": ""})
+VALUES: tuple[object, ...] = (*NUMBERS, *TEXTS, None, True, False, 0.5, 1e308, [], {}, [[]], {"": ""})
 
 
 class Case:
@@ -77,10 +77,12 @@ def _clear(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _places(document: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items = (
-        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
-    )
+def _places(document: object, at: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    items: Iterable[tuple[str | int, object]] = ()
+    if isinstance(document, dict):
+        items = document.items()
+    elif isinstance(document, list):
+        items = enumerate(document)
     for key, value in items:
         yield (*at, key)
         yield from _places(value, (*at, key))

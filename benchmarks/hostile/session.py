@@ -15,11 +15,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from benchmarks.common import Row
+
 from .edits import Subject
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 BATCH = 500
 PATIENCE = 10
@@ -30,11 +35,11 @@ class Hang(BaseException):
     """A case took too long."""
 
 
-def _late(*_: Any) -> None:
+def _late(*_: object) -> None:
     raise Hang
 
 
-def run(subjects: Sequence[Subject], first: int, count: int, place: Path, results: Any) -> None:
+def run(subjects: Sequence[Subject], first: int, count: int, place: Path, results: Connection) -> None:
     """Cases from `first` on, in a process of their own."""
     torch.set_num_threads(1)  # the parent's other threads are not in a forked child, which would end at their pool
     resource.setrlimit(resource.RLIMIT_AS, (resource.getrlimit(resource.RLIMIT_AS)[0],) * 2)
@@ -102,7 +107,7 @@ class Found:
             counts[what if right else "wrong"] += 1
         self.wrong += [] if right else [f"case {number} ({subject.name}, {kind}): {what}"]
 
-    def rows(self, name: str, counts: dict[str, Counter[str]]) -> list[dict[str, Any]]:
+    def rows(self, name: str, counts: dict[str, Counter[str]]) -> list[Row]:
         """A row for each; `name` is the first column's."""
         return [
             {name: of, "cases": sum(c.values()), **{k: c[k] for k in ("opened", "refused", "wrong")}}

@@ -23,15 +23,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from benchmarks.common import EXAMPLES, Target, arguments, finish, lower_quartile
+from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, lower_quartile
 from moepack.pack.spec import Matrix
 
 from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CACHES = 512 << 20  # bytes of experts that decode walks through: more than a server's last-level cache
 # must hold, ambition
@@ -54,7 +57,7 @@ def measure(
     mixed: bool,
     pages: str,
     versions: Sequence[str] = (),
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row a version (bf16 and those of `versions`, or all), and one for a layer whose experts are in all of them."""
     from moepack.runtime.experts.cpu import forward
     from moepack.runtime.experts.handles import LayerCall
@@ -100,7 +103,7 @@ def measure(
         spent: list[float] = []
 
         def run(i: int) -> None:
-            weights: list[Any] = [None] * experts
+            weights: list[Sequence[torch.Tensor]] = [()] * experts
             for k, e in enumerate(used):
                 layer.use(e, pools["bf16"], (i * len(used) + k + len(used)) % len(pools["bf16"]))
                 weights[e] = layer.handles[e].weights
@@ -177,7 +180,7 @@ def _clock() -> Callable[[], float]:
     return time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
-def _row(shape: str, version: str, tokens: int, ours: float, theirs: float | None, floor: float) -> dict[str, Any]:
+def _row(shape: str, version: str, tokens: int, ours: float, theirs: float | None, floor: float) -> Row:
     row = {
         "shape": shape,
         "version": version,
@@ -189,7 +192,7 @@ def _row(shape: str, version: str, tokens: int, ours: float, theirs: float | Non
     return row if theirs is None else row | {"torch BF16 us": theirs * 1e6, "speed-up": theirs / ours}
 
 
-def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[list[dict[str, Any]], list[Target]]:
+def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[list[Row], list[Target]]:
     """Decode and prefill tokens a second of a bundle and of transformers' experts implementations."""
     from transformers import AutoModelForCausalLM
     from transformers.cache_utils import DynamicCache
@@ -201,7 +204,7 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
     from moepack.runtime.patches import quiet_libraries
 
     quiet_libraries()
-    models: dict[str, Any] = {}
+    models: dict[str, PreTrainedModel] = {}
     for name in ("eager", "batched_mm", "grouped_mm"):
         models[f"transformers {name}"] = AutoModelForCausalLM.from_pretrained(
             checkpoint, dtype=torch.bfloat16, experts_implementation=name
@@ -253,7 +256,7 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
     return rows, targets
 
 
-def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
+def judged(rows: Sequence[Row]) -> list[Target]:
     """The targets that a table of layers is held to."""
     targets = []
     for r in rows:
@@ -289,17 +292,19 @@ def main() -> None:
         from moepack.runtime.kernels.affine_native import LEVELS, level, openmp
     except (ImportError, OSError):
         raise SystemExit("the CPU kernels were not compiled: install moepack where there is a C compiler") from None
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for shape in args.shape or ["Qwen3-30B-A3B"]:
         for tokens in args.tokens or ((1, 16) if args.quick else (1, 4, 16, 512)):
-            runs = (8 if args.quick else 40) if tokens < 64 else 5
+            runs = 5
+            if tokens < 64:
+                runs = 8 if args.quick else 40
             caches = CACHES // 8 if args.quick else CACHES
             named = args.version or ()
             rows += measure(shape, tokens, runs, caches, not named, args.pages, named)
             gc.collect()  # gigabytes of experts
     rows = [{"instructions": LEVELS[level], **row} for row in rows]
     targets = judged(rows)
-    more: list[dict[str, Any]] = []
+    more: list[Row] = []
     if not args.version:
         more, held = end_to_end(args.checkpoint, 2 if args.quick else 7, ("bf16", "w4", "w2", "w1"))
         targets += held

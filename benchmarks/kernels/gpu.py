@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.common import Target
+from benchmarks.common import Row, Target
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts.gpu import forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
 from moepack.runtime.kernels.affine_triton import DECODE
 from moepack.runtime.kernels.routing_triton import Routing, fits, route
+
+T = TypeVar("T")
 
 
 def module_like() -> Any:
@@ -110,7 +112,7 @@ def seconds(work: Callable[[], object], runs: int) -> float:
     return statistics.median(times[2:])
 
 
-def _all(work: Callable[[Any], object], items: Sequence[Any]) -> None:
+def _all(work: Callable[[T], object], items: Sequence[T]) -> None:
     for item in items:
         work(item)
 
@@ -124,7 +126,7 @@ def measure(
     all_tokens: Sequence[int] = (1, 16, 2048),
     cache: int | None = None,
     mixed: bool = True,
-) -> tuple[list[dict[str, Any]], list[Target]]:
+) -> tuple[list[Row], list[Target]]:
     """Rows and targets of one layer: decode with 1 and 16 tokens, prefill with 2,048; and of all versions `mixed`.
 
     One run goes through so many layers that their experts take over four times `cache` (default: the device's L2). On a

@@ -43,7 +43,7 @@ def launched() -> Iterator[list[Launch]]:
     """Keep launches of Triton's kernels instead of making them."""
     kept: list[Launch] = []
 
-    def run(kernel: Any, *args: Any, grid: Any, warmup: Any, **named: Any) -> None:
+    def run(kernel: Any, *args: Any, grid: object, warmup: object, **named: Any) -> None:
         kept.append((kernel, args, named))
 
     with (

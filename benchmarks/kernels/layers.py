@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import torch
@@ -102,10 +102,10 @@ class Layer:
         self.device = torch.device("cpu")
         self.versions = (*VERSIONS, *RELEASED, *MIXED)
         self.native = LayerForms(matrices, self.versions)
-        self.gated: Any = None
+        self.gated: object = None
         self.table = np.zeros(experts, np.uint64)
-        self.handles: list[Any] = [None] * experts
-        self._made: dict[tuple[str, int], Any] = {}
+        self.handles: list[SimpleNamespace | None] = [None] * experts
+        self._made: dict[tuple[str, int], tuple[int, SimpleNamespace]] = {}
 
     def use(self, expert: int, pool: Pool, which: int) -> None:
         """Let an expert be the pool's number `which`."""
@@ -131,7 +131,9 @@ class Module:
         return torch.nn.functional.silu(gate) * up
 
 
-def torch_forward(weights: list[Any], x: torch.Tensor, index: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+def torch_forward(
+    weights: Sequence[Sequence[torch.Tensor]], x: torch.Tensor, index: torch.Tensor, gates: torch.Tensor
+) -> torch.Tensor:
     """BF16 experts as plain torch runs them: sorted once, two F.linear an expert."""
     tokens, top_k = index.shape
     flat = index.reshape(-1)

@@ -25,9 +25,8 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import arguments, finish
+from benchmarks.common import Row, arguments, finish
 from benchmarks.peers.worker import PeerError
 
 from .make import home, make
@@ -106,7 +105,7 @@ def main() -> None:
     finish(f"{shape.name} in a memory limit", COLUMNS, rows, [], args.json, facts)
 
 
-def measured(shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
+def measured(shape: Shape, args: argparse.Namespace) -> list[Row]:
     """The rows that were asked for, in their order."""
     path = home(shape) / "rows.json"
     out = []

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from torch import Tensor
 from benchmarks.limited.released import mxfp4
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.statistics import routing_statistics
-from moepack.pack.codec.affine import put_rows
+from moepack.pack.codec.affine import AffineMatrix, put_rows
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.codec.released import ReleasedMatrix
@@ -83,7 +82,9 @@ class Maker:
         affine = [v for v in self.versions if not (v.released or v.entropy_coded)]
         made = [quantise_all(METHOD, w[None], None, affine) for w in own] if affine else []
         described = _experts(self.shape, layer).matrices
-        values: dict[Version, list[Any]] = {v: [m[v].matrix(0) for m in made] for v in affine}
+        values: dict[Version, Sequence[AffineMatrix | LosslessMatrix | ReleasedMatrix]] = {
+            v: [m[v].matrix(0) for m in made] for v in affine
+        }
         for version in self.versions:
             if version.released:
                 values[version] = [_mxfp4(w) for w in own]
@@ -234,6 +235,7 @@ def _tables(maker: Maker, dense: Sequence[DenseMatrix], path: Path, aside: Path)
         relative = torch.tensor([[LOSSES[v.name] for v in maker.versions]] * shape.experts)
         losses = {"mse": relative.clone(), "relative": relative}  # of outputs of mean square 1
         losses["gated"] = losses["mse"] * squared[:, None]
+        losses |= {f"{name}_error": torch.zeros_like(table) for name, table in losses.items()}
         losses["method"] = torch.full(losses["mse"].shape, number, dtype=torch.uint8)
         pairs[i] = aside / f"statistics-{i}", aside / f"losses-{i}"
         save_file(counted, pairs[i][0])

@@ -15,10 +15,11 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from benchmarks.common import Row
 from benchmarks.peers import environments
 from benchmarks.peers.worker import ROOT, PeerError
 
@@ -108,7 +109,7 @@ def _aside(where: Path) -> Iterator[Path]:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def skew(shape: Shape) -> dict[str, Any]:
+def skew(shape: Shape) -> Row:
     """How uneven a session's routing is, over layers' means: by each text, and over all of them one after another.
 
     Of embeddings alone: layers add little to them.
@@ -118,7 +119,7 @@ def skew(shape: Shape) -> dict[str, Any]:
     embedded = [weights.embedding(np.array(ids)) for ids in texts]
     layers = range(0, shape.layers, max(1, shape.layers // 8))
     routed = [[chosen(weights, layer, e)[0] for e in embedded] for layer in layers]
-    out: dict[str, Any] = {"layers": list(layers)}
+    out: Row = {"layers": list(layers)}
     for at, name in enumerate((*NAMES, "all")):
         mine = [np.concatenate(r) if name == "all" else r[at] for r in routed]
         out[f"busiest {BUSIEST:.0%}, {name}"] = float(np.mean([busiest(r, shape.experts) for r in mine]))
@@ -128,13 +129,13 @@ def skew(shape: Shape) -> dict[str, Any]:
     return out
 
 
-def busiest(experts: Any, count: int) -> float:
+def busiest(experts: npt.NDArray[np.int64], count: int) -> float:
     """The share of tokens that the busiest tenth of `count` experts takes, of a routing [tokens, top_k]."""
     counts = np.sort(np.bincount(experts.ravel(), minlength=count))[::-1]
     return float(counts[: round(BUSIEST * count)].sum() / counts.sum())
 
 
-def lru_hits(experts: Any, size: int) -> float:
+def lru_hits(experts: npt.NDArray[np.int64], size: int) -> float:
     """How often an expert is among the `size` last used, of a routing [tokens, top_k], its first tokens left out."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = []

@@ -9,11 +9,12 @@ import json
 import sys
 from collections import Counter
 from functools import partial
-from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import moepack
+from benchmarks.common import Row
 from moepack.families.arguments import with_cache
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.patches import leave_out, quiet_libraries
@@ -32,7 +33,7 @@ class Moepack(Side):
         leave_out("serve")
         torch.set_num_threads(order.threads)
         policy, *others = order.options
-        more: dict[str, Any] = dict(option.split("=", 1) for option in others)
+        more: Row = dict(option.split("=", 1) for option in others)
         self._model = moepack.load(
             order.path,
             policy=policy,
@@ -49,7 +50,7 @@ class Moepack(Side):
             layer.mlp.experts.register_forward_hook(partial(self._look, held))
         self.begin()
 
-    def _look(self, held: LayerExperts, module: Any, given: tuple[Any, ...], out: Any) -> None:
+    def _look(self, held: LayerExperts, module: nn.Module, given: tuple[Tensor, ...], out: object) -> None:
         if self._looks:
             self._served.update(str(held.current.handles[e]) for e in given[1].flatten().tolist())
 
@@ -66,7 +67,7 @@ class Moepack(Side):
         with torch.inference_mode():
             self._model(torch.tensor([ids]), logits_to_keep=1, **with_cache(self._model, self._cache))
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Row:
         """See Side."""
         counted = self._model.moepack.counters()
         manager = self._model.moepack.manager

@@ -13,7 +13,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from benchmarks.common import Row
 
 from .cage import anonymous, bytes_read
 from .shapes import TOPICS, text
@@ -58,7 +59,7 @@ class Side(ABC):
         """Go on with these tokens, up to the logits of the last."""
 
     @abstractmethod
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Row:
         """Counts since loading that a row keeps."""
 
 
@@ -67,7 +68,7 @@ def serve(side: Callable[[Order], Side], order: Order) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
 
-    def tell(**what: Any) -> None:
+    def tell(**what: object) -> None:
         pid = os.getpid()
         counts = {"read": bytes_read(pid), "cpu": time.process_time(), "anonymous": anonymous(pid)}
         out.write(json.dumps({**what, **counts}) + "\n")

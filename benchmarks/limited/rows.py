@@ -14,10 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
+from benchmarks.common import Row
 from benchmarks.peers import environments
 from benchmarks.peers.worker import ROOT, PeerError
 
@@ -101,9 +101,9 @@ def moepack_options(text: str) -> list[str]:
     return [":".join(own), *(p for p in parts if p.startswith("dense="))]
 
 
-def measure(asked: Asked, shape: Shape) -> dict[str, Any]:
+def measure(asked: Asked, shape: Shape) -> Row:
     """Run a side, and say what it did."""
-    row: dict[str, Any] = {"side": asked.side, "cage GB": asked.cage / 1e9}
+    row: Row = {"side": asked.side, "cage GB": asked.cage / 1e9}
     if (why := NOT_STARTED.get(asked.side)) is not None:
         return row | {"result": f"does not start: {why}"}
     command = asked.command(shape)
@@ -141,10 +141,10 @@ def measure(asked: Asked, shape: Shape) -> dict[str, Any]:
     return row
 
 
-def _listen(process: subprocess.Popen[bytes], began: float, seconds: float) -> tuple[list[dict[str, Any]], bool]:
+def _listen(process: subprocess.Popen[bytes], began: float, seconds: float) -> tuple[list[Row], bool]:
     """What a process says until its end, each line with the seconds until then, and whether it was stopped."""
     assert process.stdout is not None
-    said: list[dict[str, Any]] = []
+    said: list[Row] = []
     rest = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -160,9 +160,9 @@ def _listen(process: subprocess.Popen[bytes], began: float, seconds: float) -> t
             said += [{**json.loads(line), "at": time.monotonic() - began} for line in lines]
 
 
-def summary(said: Sequence[dict[str, Any]], prompt: int) -> dict[str, Any]:
+def summary(said: Sequence[Row], prompt: int) -> Row:
     """The measures of a row from the lines of its passes."""
-    out: dict[str, Any] = {}
+    out: Row = {}
     for line in said:
         if "refused" in line:
             out["result"] = f"refused: {line['refused']}"
@@ -192,7 +192,7 @@ def summary(said: Sequence[dict[str, Any]], prompt: int) -> dict[str, Any]:
     return out
 
 
-def kept(path: Path, row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def kept(path: Path, row: Row, rows: list[Row]) -> None:
     """Put a row in place of one of the same side and cage, and write the file."""
     rows[:] = [r for r in rows if (r["side"], r["cage GB"]) != (row["side"], row["cage GB"])] + [row]
     path.write_text(json.dumps(rows, indent=1) + "\n")

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+
+from benchmarks.common import Row
 
 # topics, clusters of a topic, tokens of a cluster
 TOPICS = 3
@@ -73,7 +74,7 @@ class Shape:
         bits = {"Q4_K_M": 4.9, "Q2_K": 3.0, "BF16": 16.0}[mix]
         return (self.expert_weights + rest + 2 * table) * bits / 8
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Row:
         """What config.json says."""
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -144,7 +145,7 @@ def place(token: int) -> tuple[int, int] | None:
     return (cluster // CLUSTERS, cluster) if cluster < TOPICS * CLUSTERS else None
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """The rows that are kept beside a model; none where there is no such file."""
-    found: list[dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else []
+    found: list[Row] = json.loads(path.read_text()) if path.is_file() else []
     return found

@@ -12,7 +12,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from typing import Any
+
+from benchmarks.common import Row
 
 from .passes import Order, Side, serve
 from .shapes import SHAPES
@@ -52,7 +53,7 @@ class Llama(Side):
         if status:
             raise RuntimeError(f"llama_decode ended with status {status}")
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Row:
         """See Side."""
         return {}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +80,7 @@ class Weights:
             out[first : first + len(part)] = to_bf16(part * np.float32(scale))
         return out
 
-    def embedding(self, ids: npt.NDArray[Any]) -> Floats:
+    def embedding(self, ids: npt.NDArray[np.int64]) -> Floats:
         """Embeddings of tokens, float32 [tokens, hidden], without making the whole table."""
         return to_float(self._embedding(int(ids.max()) + 1)[ids])
 
@@ -100,7 +99,7 @@ class Weights:
         return out
 
 
-def chosen(weights: Weights, layer: int, embedded: Floats) -> tuple[npt.NDArray[Any], Floats]:
+def chosen(weights: Weights, layer: int, embedded: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
     """What a layer's router chooses for embeddings as they are: experts [tokens, top_k], the most wanted first, and
     their gate weights."""
     router = to_float(weights.bits(f"model.layers.{layer}.mlp.gate.weight"))

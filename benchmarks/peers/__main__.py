@@ -19,14 +19,14 @@ too short for K-quants); then with attention quantised as well, as users run the
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from benchmarks.common import EXAMPLES, arguments, finish, show
+from benchmarks.common import EXAMPLES, Row, arguments, finish, show
 from benchmarks.limited.make import make
 from benchmarks.limited.shapes import SHAPES
 
@@ -126,7 +126,7 @@ def main() -> None:
     most = len(os.sched_getaffinity(0))
     threads = [n for n in args.threads or ([1] if args.quick else [1, 2]) if n <= most]
     parts = args.only or PARTS
-    rows: dict[str, list[dict[str, Any]]] = {part: [] for part in parts}
+    rows: dict[str, list[Row]] = {part: [] for part in parts}
     with tempfile.TemporaryDirectory() as scratch:
         sides = Sides(Path(scratch), install=args.install or not args.quick)
         if args.quick and not args.install and sides.missing:
@@ -147,7 +147,7 @@ def main() -> None:
     finish("not measured", ["part", "side", "not measured"], gaps, judged(every), args.json, whole)
 
 
-def _models(sides: Sides, args: Any, threads: list[int], peers: dict[str, str]) -> list[dict[str, Any]]:
+def _models(sides: Sides, args: argparse.Namespace, threads: list[int], peers: dict[str, str]) -> list[Row]:
     """Rows of whole models by number of threads; what moepack's kernels are is added to `peers`."""
     from .whole import MATCHES, measure
 
@@ -166,7 +166,7 @@ def _models(sides: Sides, args: Any, threads: list[int], peers: dict[str, str]) 
     return rows
 
 
-def _quality(sides: Sides, args: Any) -> list[dict[str, Any]]:
+def _quality(sides: Sides, args: argparse.Namespace) -> list[Row]:
     from . import quality
 
     calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]

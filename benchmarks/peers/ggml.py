@@ -20,7 +20,7 @@ _I = ctypes.c_int
 _L = ctypes.c_int64
 _Z = ctypes.c_size_t
 Bytes = npt.NDArray[np.uint8]
-_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+_SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "ggml_quantize_chunk": (_Z, (_I, _P, _P, _L, _L, _L, _P)),
     "ggml_quantize_requires_imatrix": (ctypes.c_bool, (_I,)),
     "ggml_get_type_traits": (_P, (_I,)),
@@ -61,7 +61,9 @@ class Ggml:
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
 
-    def quantise(self, weight: npt.NDArray[np.float32], kind: GgmlType, importance: Any = None) -> Bytes:
+    def quantise(
+        self, weight: npt.NDArray[np.float32], kind: GgmlType, importance: npt.NDArray[np.float32] | None = None
+    ) -> Bytes:
         """Rows in a type: uint8 [..., bytes of a row].
 
         Args:

@@ -6,9 +6,10 @@ and down, [experts, rows, cols] each; a checkpoint has a tensor an expert.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from benchmarks.common import Row
 
 from .ggml_types import TYPES
 
@@ -39,7 +40,7 @@ class GgufTensor:
         return (*self.shape[:-1], TYPES[self.type].row_bytes(self.shape[-1]))
 
 
-def tensors(config: Mapping[str, Any], mix: str) -> list[GgufTensor]:
+def tensors(config: Row, mix: str) -> list[GgufTensor]:
     """The tensors of a file, in its order.
 
     Args:
@@ -110,7 +111,7 @@ def type_of(part: str, layer: int, layers: int, mix: str) -> str:
     return {"attn_v": "Q4_K", "attn_output": "Q3_K", "ffn_down_exps": "Q3_K"}.get(part, "Q2_K")
 
 
-def metadata(config: Mapping[str, Any], context: int) -> dict[str, int | float | str]:
+def metadata(config: Row, context: int) -> dict[str, int | float | str]:
     """Keys of the file beside general.architecture; integers are uint32, numbers with a point float32."""
     values: dict[str, int | float] = {
         "vocab_size": config["vocab_size"],
@@ -131,7 +132,7 @@ def metadata(config: Mapping[str, Any], context: int) -> dict[str, int | float |
     return {**{f"qwen3moe.{key}": value for key, value in values.items()}, "tokenizer.ggml.model": "none"}
 
 
-def rope_base(config: Mapping[str, Any]) -> float:
+def rope_base(config: Row) -> float:
     """The base of rotary frequencies, wherever the version of transformers that wrote the file keeps it."""
     kept = config.get("rope_parameters") or {}
     return float(kept.get("rope_theta") or config.get("rope_theta") or 10000.0)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.common import Target
+from benchmarks.common import Row, Target
 
 _AMBITION = 1.2
 # moepack's encoding, and the one of llama.cpp that has at least as many bits, whose divergence it is held to.
@@ -21,12 +20,12 @@ SERVED = (
 )
 
 
-def judged(rows: Sequence[dict[str, Any]]) -> list[Target]:
+def judged(rows: Sequence[Row]) -> list[Target]:
     """The targets, of rows that each say their part."""
     return [*_models(rows), *_quality(rows)]
 
 
-def _models(rows: Sequence[dict[str, Any]]) -> list[Target]:
+def _models(rows: Sequence[Row]) -> list[Target]:
     """The best of moepack's rows of a version beside the best of the mix."""
     best: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -44,7 +43,7 @@ def _models(rows: Sequence[dict[str, Any]]) -> list[Target]:
     return out
 
 
-def _quality(rows: Sequence[dict[str, Any]]) -> list[Target]:
+def _quality(rows: Sequence[Row]) -> list[Target]:
     out = []
     found = {(r["model"], r["encoding"]): r for r in rows if r["part"] == "quality"}
     for model in dict.fromkeys(m for m, _ in found):

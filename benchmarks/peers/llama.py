@@ -7,13 +7,15 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from benchmarks.common import Row
 
 from .ggml import Bytes, Ggml
 from .ggml_types import TYPES, GgmlType
@@ -50,7 +52,7 @@ def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDA
     """What the file has of a tensor. Stacked experts repeat after `kinds`: each is converted once."""
     kind = TYPES[tensor.type]
     distinct = tensor.sources[: min(kinds, len(tensor.sources))]
-    made: list[Any] = []
+    made: list[Bytes | npt.NDArray[np.float32]] = []
     for source in distinct:
         bits = checkpoint.bits(source)
         if kind.name == "BF16":
@@ -68,7 +70,7 @@ def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDA
     return np.concatenate([stacked] * -(-len(tensor.sources) // len(made)))[: len(tensor.sources)]
 
 
-def write_tensors(source: Source, config: Mapping[str, Any], out: str, mix: str, kinds: int) -> int:
+def write_tensors(source: Source, config: Row, out: str, mix: str, kinds: int) -> int:
     """Write tensors as GGUF, the experts of a layer repeating after `kinds`; return the file's bytes."""
     gguf = importlib.import_module("gguf")
     plan = tensors(config, mix)
@@ -116,7 +118,7 @@ def open_model(key: str, path: str, repacked: bool) -> dict[str, float]:
     return {"bytes": float(llama.llama_model_size(model))}
 
 
-def run_model(key: str, prompt: list[int], steps: int) -> dict[str, Any]:
+def run_model(key: str, prompt: list[int], steps: int) -> Row:
     """Seconds of a prompt's pass, and of each token after it; and the prompt's last logits' first few."""
     llama = importlib.import_module("llama_cpp")
     context = _models[key][1]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
 
+from benchmarks.common import Row
 from moepack.families.arguments import with_cache
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels.affine_native import LEVELS, level, openmp
 
 from .worker import answer, threads
 
-_models: dict[str, Any] = {}
+_models: Row = {}
 
 
 def open_model(key: str, bundle: str, version: str, dense: str | None) -> dict[str, float]:
@@ -27,7 +27,7 @@ def open_model(key: str, bundle: str, version: str, dense: str | None) -> dict[s
     return {"seconds": time.perf_counter() - began}
 
 
-def run_model(key: str, prompt: list[int], steps: int) -> dict[str, Any]:
+def run_model(key: str, prompt: list[int], steps: int) -> Row:
     """Seconds of a prompt's pass, and of each token after it; and the prompt's last logits' first few."""
     from transformers.cache_utils import DynamicCache
 

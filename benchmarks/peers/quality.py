@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks.common import Row
 from benchmarks.decoding import Mean
 from benchmarks.quantise import ENOUGH, Case, generated
 from moepack.pack.spec import Matrix, Version, version_names
@@ -30,6 +31,10 @@ from moepack.quantize.moments import NEGLIGIBLE, PRIOR, shrink
 from .ggml_types import TYPES
 from .gguf_layout import ATTENTION, type_of
 from .worker import PeerError, Worker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 OURS = ("w8", "w4", "w3", "w2")
 # As users run them, experts and attention: pairs of versions, and llama.cpp's mixes and their experts' type.
@@ -70,7 +75,7 @@ class Watched:
         """Gate and up's, and down's: [experts, rows, cols]."""
         return [self.module.gate_up_proj.data, self.module.down_proj.data]
 
-    def see(self, module: Any, arguments: tuple[Any, ...]) -> None:
+    def see(self, module: Any, arguments: tuple[Tensor, ...]) -> None:
         """A forward pre-hook."""
         hidden = arguments[0].reshape(-1, arguments[0].shape[-1])
         index = arguments[1]
@@ -95,7 +100,7 @@ class Watched:
         return torch.stack(out)
 
 
-def watched(model: Any, ids: Tensor, beside: Sequence[WatchedLinear] = ()) -> list[Watched]:
+def watched(model: PreTrainedModel, ids: Tensor, beside: Sequence[WatchedLinear] = ()) -> list[Watched]:
     """Run the windows [windows, tokens] through the model and see what its experts see, and what is `beside` them.
 
     Raises:
@@ -128,7 +133,7 @@ class WatchedLinear:
         self._sum = torch.zeros(1, module.in_features, module.in_features)
         self._count = 0
 
-    def see(self, module: Any, arguments: tuple[Any, ...]) -> None:
+    def see(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """A forward pre-hook."""
         x = arguments[0].reshape(-1, arguments[0].shape[-1])
         self._sum[0].addmm_(x.T, x)
@@ -139,7 +144,7 @@ class WatchedLinear:
         return self._sum / self._count
 
 
-def attention(model: Any) -> list[WatchedLinear]:
+def attention(model: PreTrainedModel) -> list[WatchedLinear]:
     """The matrices of a Qwen3's attention."""
     layers = model.model.layers
     out = []
@@ -185,7 +190,7 @@ def errors(case: Case, values: Tensor) -> list[float]:
     return (lost / ((case.weight @ case.held_out) * case.weight).sum((1, 2))).tolist()
 
 
-def of_generated(shapes: Sequence[tuple[int, int]], every: Sequence[Encoding]) -> list[dict[str, Any]]:
+def of_generated(shapes: Sequence[tuple[int, int]], every: Sequence[Encoding]) -> list[Row]:
     """Errors on generated matrices of true shape: a row an encoding."""
     cases = [generated(rows, cols) for rows, cols in shapes]
     out = []
@@ -206,7 +211,7 @@ def of_generated(shapes: Sequence[tuple[int, int]], every: Sequence[Encoding]) -
 
 def of_model(
     checkpoint: Path, calibration: list[str], data: list[str], windows: tuple[int, int], every: Sequence[Encoding]
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Errors and divergence on a trained model: a row an encoding, then what users run, attention quantised as well.
 
     Matrices that no K-quant fits (rows that are not whole blocks of 256) stay as they are on both sides, where there
@@ -307,12 +312,12 @@ def _shown(divergence: Sequence[float]) -> dict[str, float]:
     return {"KL, mnat": 1e3 * mean.value, "+-": 1e3 * mean.half}
 
 
-def log_probabilities(model: Any, ids: Tensor) -> list[Tensor]:
+def log_probabilities(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     with torch.inference_mode():
         return [torch.log_softmax(model(window[None]).logits[0].float(), -1) for window in ids]
 
 
-def divergence_of(model: Any, ids: Tensor, reference: list[Tensor]) -> list[float]:
+def divergence_of(model: PreTrainedModel, ids: Tensor, reference: list[Tensor]) -> list[float]:
     """Of the model's own distribution from the one it has now, nats a token, by window."""
     out = []
     with torch.inference_mode():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.common import lower_quartile
+from benchmarks.common import Row, lower_quartile
 from benchmarks.limited.make import bundle_of, gguf_of
 from benchmarks.limited.shapes import Shape
 
@@ -37,7 +36,7 @@ MATCHES = (Match("w4", ("w8", "w4"), "Q4_K_M"), Match("w2", ("w8", "w4"), "Q2_K"
 
 def measure(
     workers: dict[str, Worker], shape: Shape, match: Match, steps: int, seconds: float, threads: int
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Rows of one match, a side each; a side that cannot be measured says why.
 
     Args:
@@ -48,9 +47,9 @@ def measure(
         seconds: that the rounds may take, about.
         threads: the workers'.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     opened: dict[str, tuple[Worker, bool]] = {}
-    asked: list[tuple[str, Worker, dict[str, Any]]] = []
+    asked: list[tuple[str, Worker, Row]] = []
     for dense in match.dense:
         order = {"bundle": str(bundle_of(shape)), "version": match.version, "dense": dense}
         asked.append((f"moepack {match.version}, dense {dense}", workers["moepack"], order))
@@ -74,9 +73,9 @@ def measure(
     return rows
 
 
-def _rates(opened: dict[str, tuple[Worker, bool]], steps: int, seconds: float, threads: int) -> list[dict[str, Any]]:
+def _rates(opened: dict[str, tuple[Worker, bool]], steps: int, seconds: float, threads: int) -> list[Row]:
     """Rows of the sides that are open. One that fails meanwhile is a row that says why, and leaves `opened`."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     prompt = [(37 * i + 11) % 4000 for i in range(PROMPT)]
     prefill: dict[str, list[float]] = {name: [] for name in opened}
     decode: dict[str, list[float]] = {name: [] for name in opened}

@@ -63,7 +63,7 @@ class Worker:
                 preexec_fn=lambda: os.sched_setaffinity(0, self._cpus),
             )
 
-    def call(self, what: str, **arguments: Any) -> Any:
+    def call(self, what: str, **arguments: object) -> Any:
         """Its answer. A process that has died is started again by the next call, and holds nothing then.
 
         Raises:
@@ -106,7 +106,7 @@ class Worker:
         self.close()
 
 
-def answer(calls: Mapping[str, Callable[..., Any]]) -> None:
+def answer(calls: Mapping[str, Callable[..., object]]) -> None:
     """Answer the parent's calls until it closes its end; what libraries print goes to standard error."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -17,10 +17,9 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import moepack
-from benchmarks.common import built, finish, model_arguments, show, texts
+from benchmarks.common import Row, built, finish, model_arguments, show, texts
 from benchmarks.decoding import Decoded, Text
 from moepack.calibrate.text.windows import load_tokenizer, windows
 from moepack.pack.reader import open_bundle
@@ -33,7 +32,6 @@ from .session import Session
 
 SHARES = (0.05, 0.3, 0.6)  # of the way from all w2 to all bf16
 CLAIMS = (
-    "window MB",
     "own",
     "other text's",
     "KL, mnat",
@@ -58,10 +56,8 @@ POLICIES = {
     "paged": "paged",
 }
 OTHERS = {  # not in the table: for `--only`
-    "hotness, layers evenly": "hotness:share=even,interval=0.2",
     "hotness, or absent": "hotness:lo=absent,interval=0.2",
     "hotness, w4 or pinned": "hotness:hi=w4,lo=w4@pinned,interval=0.2",
-    "lru, w4 or pinned": "lru:hi=w4,lo=w4@pinned",
 }
 
 
@@ -80,9 +76,7 @@ def best_map(bundle: Path, room: int, work: Path) -> str:
     return f"static:{file}"
 
 
-def at_budgets(
-    session: Session, best: Decoded, shares: Sequence[float], work: Path, only: Sequence[str]
-) -> list[dict[str, Any]]:
+def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: Path, only: Sequence[str]) -> list[Row]:
     """Rows of policies at all budgets, equal bytes of device memory in each; of all where `only` names none."""
     low, low_counted = session.run("static:w2", reference=best)
     high = session.load("static:bf16")
@@ -96,7 +90,7 @@ def at_budgets(
         static = best_map(session.bundle, budget - low_counted["fixed"], work)
         served = {"static, by loss": static, **POLICIES}
         for name, policy in {name: OTHERS.get(name) or served[name] for name in only or served}.items():
-            row: dict[str, Any] = {"budget": shown, "policy": name, "budget MB": budget / 1e6}
+            row: Row = {"budget": shown, "policy": name, "budget MB": budget / 1e6}
             try:
                 got, counted = session.run(policy, budget, best)
             except moepack.BudgetExceeded:

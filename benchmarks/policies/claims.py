@@ -10,17 +10,16 @@ import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks.common import Target
+from benchmarks.common import Row, Target
 from benchmarks.decoding import Decoded, decode
 from moepack.runtime.trace import read_trace
 
 from .session import Session
 
-Rows = list[dict[str, Any]]
+Rows = list[Row]
 LINK = 16_000  # megabytes a second of PCIe 3.0 with 16 lanes, dymoe's testbed
 
 
@@ -38,7 +37,7 @@ def similarity(session: Session, work: Path) -> tuple[Rows, list[Target]]:
     prompts = windows[:, 0]
     decoded = windows[:, 1:].sum(1)
     shifted = np.roll(decoded, -1, 0)
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     for p in range(steps.shape[1]):
         own = statistics.fmean(activation_similarity(a, b) for a, b in zip(prompts[:, p], decoded[:, p], strict=True))
         other = statistics.fmean(activation_similarity(a, b) for a, b in zip(prompts[:, p], shifted[:, p], strict=True))
@@ -60,7 +59,7 @@ def selector(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Half of each layer's experts at bf16 on the device, the rest on the host at 3 or 2 bits on average, each width
     chosen or all alike (context-aware-cxl-ndp, table 3)."""
     k = session.experts // 2
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     targets = list[Target]()
     for bits in (3, 2):
         pair = {
@@ -77,7 +76,7 @@ def selector(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
 def retention(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Critical experts at 4 bits and the others at 2 or left out, by retention; beside as many critical ones chosen at
     random (dymoe, table 2 and figure 3)."""
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     targets = list[Target]()
     for low, name in (("w2", "4/2"), ("absent", "4/0")):
         for share in (0.75, 0.9, 1.0):
@@ -97,7 +96,7 @@ def retention(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
 def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Loading on demand at equal bytes, over a link of PCIe's rate: `lru` against `importance`, in caches of a third
     and of two thirds of all experts at 4 bits; and how often the next layer's router was foretold."""
-    rows = list[dict[str, Any]]()
+    rows = list[Row]()
     targets = list[Target]()
     least = session.least("importance:hi=w4,lo=w2")
     for share in (1 / 3, 2 / 3):
@@ -122,7 +121,9 @@ def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
         targets.append(Target(f"{label}: in time, of what was fetched ahead and needed", hidden, 0.8, "higher"))
     model = session.load("importance:hi=w4,lo=w2")
     decode(model, session.texts, session.prompt, best)
-    rates = model.moepack.manager.prediction.rates()
+    manager = model.moepack.manager
+    assert manager is not None and manager.prediction is not None
+    rates = manager.prediction.rates()
     model.moepack.close()
     rows += [
         {"table": "importance: prediction", "what": f"layer {p}", "foretold": rate}
@@ -133,17 +134,21 @@ def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
 
 
 def residency(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
-    """Time a token by alpha, the share of experts that stay compressed on the device (fluxmoe, figure 6), and by the
-    share that bandwidths give, with and without loading the next layer ahead; all experts bring the same bits. Beside
-    the times the window's bytes, which are as many as two layers' experts in BF16."""
-    model = session.load("static:bf16")
-    outside = model.moepack.fixed.total
-    model.moepack.close()
-    names = {f"alpha={a}": f"paged:alpha={a},interval=1e9" for a in (0.05, 0.25, 0.5, 0.75, 1.0)}
-    names |= {"alpha by bandwidth": "paged:interval=1e9", "nothing ahead": "paged:interval=1e9,ahead=no"}
-    rows = _table(session, best, "paged: alpha", names)
-    for row in rows:
-        row["window MB"] = row.pop("outside MB") - outside / 1e6
+    """Time a token by alpha, the share of experts whose coded bytes stay on the device (fluxmoe, figure 6).
+
+    Each row has the bytes of the window, two layers' experts in BF16, and of its share of coded bytes. So nothing
+    beyond the window stays decoded. Half of the coded bytes are also served by the alpha that bandwidths give, with and
+    without loading the next layer ahead. All rows have the same bits.
+    """
+    least = session.least("paged")
+    coded = session.coded_bytes()
+    shares = {f"alpha={a}": (f"paged:alpha={a},interval=1e9", a) for a in (0.05, 0.25, 0.5, 0.75, 1.0)}
+    shares["alpha by bandwidth"] = ("paged:interval=1e9", 0.5)
+    shares["nothing ahead"] = ("paged:interval=1e9,ahead=no", 0.5)
+    rows: Rows = []
+    for shown, (policy, share) in shares.items():
+        budget = least + int(share * coded)
+        rows += _table(session, best, "paged: alpha", {shown: policy}, budget)
     return rows, [Target("paged: KL to all bf16", max(r["KL, mnat"] for r in rows), 0, "lower")]
 
 
@@ -154,7 +159,6 @@ def _table(session: Session, best: Decoded, name: str, policies: dict[str, str],
         got, counted = session.run(policy, reference=best) if budget is None else session.run(policy, budget, best)
         row = session.row("", policy, got, counted, best)
         row |= {"MB in time": counted["prefetch_in_time"] / 1e6, "MB late": counted["prefetch_late"] / 1e6}
-        row["outside MB"] = counted["fixed"] / 1e6
         nll = statistics.fmean(x for values in got.nll.values() for x in values)
         rows.append({"table": name, "what": shown, **row, "NLL, all texts": nll})
         gc.collect()

@@ -7,18 +7,22 @@ import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 import moepack
+from benchmarks.common import Row
 from benchmarks.decoding import Decoded, Text, decode
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
 from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.step.context import current
+
+if TYPE_CHECKING:
+    from moepack.runtime.served_model import ServedModel
 
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
 
@@ -28,12 +32,12 @@ class ReadInPlace:
 
     bytes = 0
 
-    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
+    def add(self, position: int, routing: RouterOutput) -> None:
         """Count a layer's experts."""
         step = current()
         assert step is not None
         handles = step.snapshots[position].handles
-        chosen = [handles[e] for e in set(index.flatten().tolist()) if e < len(handles)]
+        chosen = [handles[e] for e in set(routing.index.flatten().tolist()) if e < len(handles)]
         self.bytes += sum(h.extent.numel() for h in chosen if h.where is Where.PINNED)
 
 
@@ -53,6 +57,14 @@ class Session:
         """Of all experts at a version."""
         return sum(self._layers(version))
 
+    def coded_bytes(self) -> int:
+        """Of all experts' lossless weights, entropy-coded."""
+        total = 0
+        for position, layer in enumerate(self._opened.layers):
+            file = self._opened.layer_file("bf16", position)
+            total += sum(align(file.extent_size(expert), PAGE) for expert in range(layer.experts))
+        return total
+
     def layer_bytes(self, version: str) -> int:
         """Of the largest layer's."""
         return max(self._layers(version))
@@ -65,14 +77,17 @@ class Session:
         """The smallest budget that holds a policy."""
         return least_budget(self, policy)
 
-    def load(self, policy: str, budget: int | None = PLENTY, **options: Any) -> Any:
+    def load(self, policy: str, budget: int | None = PLENTY, **options: Any) -> ServedModel:
         """The model, with room for one window."""
         options |= {"kv_tokens": self.length, "prefill_tokens": self.prompt, "all_logits": False} if budget else {}
-        return moepack.load(self.bundle, policy=policy, device_memory=budget, dtype=self._dtype, **options)
+        model: ServedModel = moepack.load(
+            self.bundle, policy=policy, device_memory=budget, dtype=self._dtype, **options
+        )
+        return model
 
     def run(
-        self, policy: str, budget: int | None = PLENTY, reference: Decoded | None = None, **options: Any
-    ) -> tuple[Decoded, dict[str, Any]]:
+        self, policy: str, budget: int | None = PLENTY, reference: Decoded | None = None, **options: object
+    ) -> tuple[Decoded, Row]:
         """What a session under a policy gave, and what it counted, loading apart."""
         model = self.load(policy, budget, **options)
         try:
@@ -91,9 +106,9 @@ class Session:
             del model
             gc.collect()
 
-    def row(self, share: str, policy: str, got: Decoded, counted: dict[str, Any], best: Decoded) -> dict[str, Any]:
+    def row(self, share: str, policy: str, got: Decoded, counted: Row, best: Decoded) -> Row:
         """One line of the table."""
-        out: dict[str, Any] = {"budget": share, "policy": policy}
+        out: Row = {"budget": share, "policy": policy}
         out |= {text.name: got.perplexity(text.name) for text in self.texts}
         if got is not best:
             kl = got.divergence()

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import moepack
-from benchmarks.common import Target
+from benchmarks.common import Row, Target
 from moepack.families.arguments import cache_in, with_cache
 from moepack.runtime.planning.capacity import base_bytes
 
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
 
 
-def tpot(bundle: Path, low: str, options: Any) -> tuple[list[Any], list[Target]]:
+def tpot(bundle: Path, low: str, options: argparse.Namespace) -> tuple[list[Row], list[Target]]:
     """Decoding steps, with and without swaps at the rate limit, in turns so that both see the same machine.
 
     Half of the experts fit at bf16. A turn with swaps wants one half and, once that is there, the other: each swap is a

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 import moepack
-from benchmarks.common import Target
+from benchmarks.common import Row, Target
 from moepack.reports.evaluate import Evaluation, evaluate
 from moepack.runtime.planning.capacity import even_room
 from moepack.runtime.planning.options import LoadOptions
@@ -37,7 +37,9 @@ def first_file_maps(trace: Path, plan: Plan, room: int) -> dict[str, list[list[s
     return maps
 
 
-def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -> tuple[list[Any], list[Target]]:
+def quality(
+    bundle: Path, low: str, data: list[str], options: argparse.Namespace, work: Path
+) -> tuple[list[Row], list[Target]]:
     """Rows by budget and policy, and whether hotness wins where the workload has shifted."""
     names = [Path(f).stem for f in data]
 
@@ -45,8 +47,8 @@ def quality(bundle: Path, low: str, data: list[str], options: Any, work: Path) -
         served = LoadOptions(policy=policy, device_memory=memory, dtype=options.dtype)
         return evaluate(bundle, files, served, length=options.length, samples=options.windows, trace=trace)
 
-    def row(share: str, policy: str, got: Evaluation) -> dict[str, Any]:
-        out: dict[str, Any] = {"budget": share, "policy": policy}
+    def row(share: str, policy: str, got: Evaluation) -> Row:
+        out: Row = {"budget": share, "policy": policy}
         out |= {n: f.perplexity for n, f in zip(names, got.files, strict=True)}
         out |= {"promotions": got.promotions, "demotions": got.demotions, "MB copied": got.bytes_moved / 1e6}
         out |= {"waits": got.forward_waits, "tokens/s": got.tokens_per_second}

@@ -6,7 +6,8 @@ import json
 import os
 import statistics
 from pathlib import Path
-from typing import Any
+
+from benchmarks.common import Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,9 +31,9 @@ TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "human
 VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
 
 
-def results(name: str) -> dict[str, Any]:
+def results(name: str) -> Row:
     """One file of results."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    found: Row = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
@@ -58,24 +59,27 @@ def machine(names: str, page: Path) -> str:
     return " ".join(["Machine:", *shown, f"With {', '.join(f'{k} {v}' for k, v in libraries.items())}."])
 
 
-def texts(row: dict[str, Any]) -> list[str]:
+def texts(row: Row) -> list[str]:
     """The texts that a row has figures of."""
     return [n for n in row if isinstance(row[n], float) and n in TEXTS]
 
 
-def rise(row: dict[str, Any], base: dict[str, Any], text: str) -> float:
+def rise(row: Row, base: Row, text: str) -> float:
     """Per cent by which a row's perplexity is above another's."""
     return float(100 * (row[text] / base[text] - 1))
 
 
-def mean_rise(row: dict[str, Any], base: dict[str, Any]) -> float:
+def mean_rise(row: Row, base: Row) -> float:
     """The mean of it over the texts."""
     return statistics.fmean(rise(row, base, text) for text in TEXTS)
 
 
 def percent(value: float) -> str:
     """A difference, in per cent."""
-    shown = f"{value:+.0f}" if abs(value) >= 20 else f"{value:+.1f}" if abs(value) >= 9.95 else f"{value:+.2f}"
+    decimals = 2
+    if abs(value) >= 9.95:
+        decimals = 0 if abs(value) >= 20 else 1
+    shown = f"{value:+.{decimals}f}"
     return f"{shown.replace('-0.00', '+0.00')} %"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from benchmarks.common import Row
 
 from .common import results, table
 
@@ -10,7 +10,7 @@ TOKENS = (1, 16, 512, 2048)
 VERSIONS = ("bf16", "w8", "w4", "w3", "w2", "w1", "nvfp4", "mxfp4")
 
 
-def _rows(*stages: str) -> list[dict[str, Any]]:
+def _rows(*stages: str) -> list[Row]:
     return [r for r in results("gpu-day")["rows"] if r["stage"] in stages and r["value"] is not None]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+
+from benchmarks.common import Row
 
 from .common import results, table
 
 
-def _peers(part: str) -> list[dict[str, Any]]:
+def _peers(part: str) -> list[Row]:
     return [row for row in results("peers")["rows"] if row["part"] == part]
 
 
@@ -55,7 +56,7 @@ def limited_released() -> str:
     return table(*limited_rows(results("limited-gpt-oss")["rows"]))
 
 
-def limited_rows(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def limited_rows(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """Columns and cells: a cell is empty where there is no figure."""
     columns = {
         "first token, s": "first token s",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from benchmarks.common import Row
 
 from .common import TEXTS, as_is, figures, results, table
 
@@ -77,10 +77,12 @@ def pinned() -> str:
 
 
 def _megabytes(size: float) -> str:
-    return "" if not size else f"{size:.1f}" if size < 100 else f"{size:,.0f}"
+    if not size:
+        return ""
+    return f"{size:.1f}" if size < 100 else f"{size:,.0f}"
 
 
-def _claims(name: str) -> list[dict[str, Any]]:
+def _claims(name: str) -> list[Row]:
     return [row for row in results("policies-tiny-qwen3-moe")["claims"] if row["table"] == name]
 
 
@@ -179,7 +181,7 @@ def hostile_formats() -> str:
     return _became(results("hostile")["formats"], "format", "of what")
 
 
-def _became(rows: list[dict[str, Any]], name: str, heading: str) -> str:
+def _became(rows: list[Row], name: str, heading: str) -> str:
     columns = ("cases", "opened", "refused", "wrong")
     every = {name: "all", **{c: sum(row[c] for row in rows) for c in columns}}
     out = [[row[name], *(f"{row[c]:,}" for c in columns)] for row in (*rows, every)]

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import LOSSLESS, Version, encoding_of
 
 from .find import quantization_of, read_scheme
+from .parts import Document
 
 _MODELOPT = {"NVFP4": "nvfp4", "FP8": "fp8row", "MXFP8": "mxfp8"}
 # What compressed-tensors calls a format -> the version, where the format alone decides.
 _PACKED = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4", "mxfp8-quantized": "mxfp8"}
 
 
-def announced_version(where: object, document: Mapping[str, Any]) -> Version:
+def announced_version(where: object, document: Document) -> Version:
     """The version that keeps the experts of a checkpoint as they were released; BF16 if they are not quantised.
 
     `document` is its config.json, `where` its name in errors. Scales of GPTQ and AWQ count as FP16. Raises InputError
@@ -33,7 +33,7 @@ def announced_version(where: object, document: Mapping[str, Any]) -> Version:
         raise InputError(f"{are}, or none keeps them") from None
 
 
-def _version(document: Mapping[str, Any], found: Mapping[str, Any]) -> Version:
+def _version(document: Document, found: Document) -> Version:
     method = found["quant_method"]
     if method in ("mxfp4", "mxfp8"):
         return _of(method)
@@ -51,7 +51,7 @@ def _version(document: Mapping[str, Any], found: Mapping[str, Any]) -> Version:
     return _integers(f"{found['bits']}fp16", found["group_size"])
 
 
-def _compressed(weights: Mapping[str, Any], form: Any) -> Version:
+def _compressed(weights: Document, form: str | None) -> Version:
     """The version of a group of compressed-tensors' layers."""
     if form in _PACKED:
         return _of(_PACKED[form])
@@ -72,7 +72,7 @@ def _of(name: str, group: int = 0, symmetric: bool = False) -> Version:
     return Version.of(name, sizes[0] if len(sizes) == 1 else group, symmetric=symmetric)
 
 
-def _fp8(block: Any) -> Version:
+def _fp8(block: Sequence[int] | None) -> Version:
     """FP8 with a scale for blocks of rows and columns, or with one a row or matrix."""
     if block is None:
         return _of("fp8row")
@@ -80,7 +80,7 @@ def _fp8(block: Any) -> Version:
     return _of("mxfp8") if (rows, cols) == (1, 32) else _of("fp8", cols)
 
 
-def _in_words(found: Mapping[str, Any]) -> str:
+def _in_words(found: Document) -> str:
     """The quantisation's method and the settings that tell formats apart, for messages."""
     keys = ("quant_method", "quant_algo", "format", "bits", "group_size", "weight_block_size")
     return ", ".join(f"{k} {found[k]}" for k in keys if k in found)

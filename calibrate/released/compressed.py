@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from moepack.pack.errors import InputError
 
 from . import fp8
 from .encoded import Encoded
-from .parts import ACTIVATIONS, Shape, Tensors, group_size, need, option, part, there
+from .parts import ACTIVATIONS, Document, Scheme, Shape, Tensors, group_size, need, option, part, there
 
 SCALES = {"BF16": "", "F16": "fp16"}  # dtypes of the scales of integers, and what they add to the encoding's name
 
@@ -23,8 +22,8 @@ class ConfigGroup:
     """A config group that quantises weights."""
 
     targets: tuple[str, ...]  # names of modules, "re:" and an expression for them, or names of classes
-    make: Callable[[Tensors, str, Mapping[str, Any]], Encoded]  # reads a module's weight
-    weights: Mapping[str, Any]  # its QuantizationArgs
+    make: Callable[[Tensors, str, Document], Encoded]  # reads a module's weight
+    weights: Document  # its QuantizationArgs
 
     def rank(self, module: str) -> int:
         """Rank how specifically this group matches a module: 2 by name or regex, 1 by class, 0 no match."""
@@ -34,7 +33,7 @@ class ConfigGroup:
         return int(any("." not in t and not t.startswith("re:") for t in self.targets))
 
 
-def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
+def read(document: Document, quantization: Document) -> Scheme:
     """The reader, by `config_groups` and their `format`."""
     option(quantization, "quantization_status", ("compressed",), "compressed")
     sparsity = quantization.get("sparsity_config") or {}
@@ -51,7 +50,7 @@ def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
     return partial(find, made)
 
 
-def _group(group: Mapping[str, Any], default: Any) -> ConfigGroup:
+def _group(group: Document, default: object) -> ConfigGroup:
     targets = group.get("targets")
     weights = group["weights"]
     if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets) or not isinstance(weights, dict):
@@ -98,14 +97,14 @@ def _no_zeros(tensors: Tensors, module: str) -> None:
         raise InputError(f"{zeros[0]} is stored, but config.json says that {module}.weight is symmetric")
 
 
-def _columns(weights: Mapping[str, Any]) -> int:
+def _columns(weights: Document) -> int:
     """The columns of a scale of integers; 0 for a whole row."""
     if option(weights, "strategy", ("group", "channel", None)) == "channel":
         return 0
     return group_size(weights)
 
 
-def _packed(tensors: Tensors, module: str, weights: Mapping[str, Any]) -> Encoded:
+def _packed(tensors: Tensors, module: str, weights: Document) -> Encoded:
     codes = part(tensors, _codes_name(tensors, f"{module}.weight_packed"))
     bits = int(weights.get("num_bits", 8))
     group = _columns(weights)
@@ -135,7 +134,7 @@ def _packed(tensors: Tensors, module: str, weights: Mapping[str, Any]) -> Encode
     return Encoded(version, group, (*lead, cols), "plain", codes, scale, zeros, g_idx=own, leftovers=rest)
 
 
-def _signed(tensors: Tensors, module: str, weights: Mapping[str, Any]) -> Encoded:
+def _signed(tensors: Tensors, module: str, weights: Document) -> Encoded:
     codes = part(tensors, _codes_name(tensors, f"{module}.weight"))
     if codes.dtype != "I8":
         raise InputError(f"{codes.name} is {codes.dtype}, but config.json says 8-bit integers")
@@ -152,7 +151,7 @@ def _signed(tensors: Tensors, module: str, weights: Mapping[str, Any]) -> Encode
     return Encoded(f"int8{SCALES[scale.dtype]}", group, codes.shape, "signed", codes, scale, zeros, leftovers=rest)
 
 
-def _float(tensors: Tensors, module: str, weights: Mapping[str, Any], mx: bool = False) -> Encoded:
+def _float(tensors: Tensors, module: str, weights: Document, mx: bool = False) -> Encoded:
     codes = part(tensors, _codes_name(tensors, f"{module}.weight"))
     if codes.dtype != "F8_E4M3":
         raise InputError(f"{codes.name} is {codes.dtype}, but config.json says 8-bit floats")
@@ -168,7 +167,7 @@ def _float(tensors: Tensors, module: str, weights: Mapping[str, Any], mx: bool =
     return fp8.fp8(tensors, codes, f"{module}.weight_scale", block)
 
 
-def _fp4(tensors: Tensors, module: str, weights: Mapping[str, Any], nv: bool) -> Encoded:
+def _fp4(tensors: Tensors, module: str, weights: Document, nv: bool) -> Encoded:
     codes = part(tensors, _codes_name(tensors, f"{module}.weight_packed"))
     if codes.dtype != "U8":
         raise InputError(f"{codes.name} is {codes.dtype}, not U8: two 4-bit floats a byte")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from moepack.pack.errors import InputError
@@ -10,11 +10,10 @@ from moepack.pack.safetensors_file import TensorEntry
 
 from . import compressed, fp8, gptq, modelopt, mxfp4
 from .encoded import Encoded
+from .parts import Document, Scheme
 
-Found = Iterator[tuple[str, Encoded]]
-Scheme = Callable[[Mapping[str, TensorEntry]], Found]  # a format's reader, with what the configuration says
 # A format's `quant_method` -> what makes its reader of the configuration (the whole document, and its quantization).
-_METHODS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scheme]] = {
+_METHODS: dict[str, Callable[[Document, Document], Scheme]] = {
     "fp8": fp8.read,
     "fbgemm_fp8": fp8.read,
     "mxfp8": fp8.read,
@@ -26,7 +25,7 @@ _METHODS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Scheme]] = 
 }
 
 
-def read_scheme(where: object, document: Mapping[str, Any]) -> Scheme | None:
+def read_scheme(where: object, document: Document) -> Scheme | None:
     """The reader for a config.json's `quantization_config`; None if it has none.
 
     Raises InputError for a format, or an option of it, that moepack does not read.
@@ -47,7 +46,7 @@ def read_scheme(where: object, document: Mapping[str, Any]) -> Scheme | None:
         raise InputError(f"{where}: quantization_config {error}") from None
 
 
-def quantization_of(document: Mapping[str, Any]) -> Any:
+def quantization_of(document: Document) -> Any:
     """A config.json's `quantization_config`, which models with a tower may have in `text_config` (Kimi-K2.5)."""
     text = document.get("text_config")
     own = text.get("quantization_config") if isinstance(text, dict) else None

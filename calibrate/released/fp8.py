@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from moepack.pack.errors import InputError
 
 from .encoded import Encoded, StoredPart
-from .parts import ACTIVATIONS, FLOATS, Shape, Tensors, need, option, part, there
+from .parts import ACTIVATIONS, FLOATS, Document, Scheme, Shape, Tensors, need, option, part, there
 
 MX = 32  # columns of a scale of MXFP8 and MXFP4
 BLOCK_DTYPES = (*FLOATS, "F8_E8M0")
 
 
-def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
+def read(document: Document, quantization: Document) -> Scheme:
     """The reader, by `weight_block_size` (absent for a scale a tensor or row), `scale_fmt` and `expert_dtype`."""
     block = quantization.get("weight_block_size")
     if quantization["quant_method"] == "mxfp8":

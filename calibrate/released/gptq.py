@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from moepack.pack.errors import InputError
 
 from .compressed import SCALES
 from .encoded import Encoded, StoredPart
-from .parts import Shape, Tensors, group_size, need, option, part, there
+from .parts import Document, Scheme, Shape, Tensors, group_size, need, option, part, there
 
 _SUFFIX = ".qweight"
 
 
-def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
+def read(document: Document, quantization: Document) -> Scheme:
     """GPTQ's reader, by `bits`, `group_size` and `checkpoint_format`."""
     bits = option(quantization, "bits", (4, 8))
     form = option(quantization, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
@@ -42,7 +41,7 @@ def find(bits: int, group: int, offset: int, by_activation: bool, tensors: Tenso
         yield f"{module}.weight", made
 
 
-def read_awq(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
+def read_awq(document: Document, quantization: Document) -> Scheme:
     """AWQ's reader, by `bits`, `group_size` and `version`."""
     option(quantization, "bits", (4,))
     option({"version": str(quantization.get("version", "gemm")).lower()}, "version", ("gemm",))

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from moepack.pack.errors import InputError
 
 from . import fp8
 from .encoded import Encoded
-from .parts import ACTIVATIONS, Shape, Tensors, need, option, part, there
+from .parts import ACTIVATIONS, Document, Scheme, Shape, Tensors, need, option, part, there
 
 NV = 16  # columns of a scale of NVFP4
 _ALGORITHMS = {"NVFP4": ("nvfp4",), "MXFP8": ("mxfp8",), "FP8": ("fp8",), "MIXED_PRECISION": ("nvfp4", "mxfp8", "fp8")}
 
 
-def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
+def read(document: Document, quantization: Document) -> Scheme:
     """The reader, by `quant_algo`."""
     algorithm = option(quantization, "quant_algo", tuple(_ALGORITHMS))
     if algorithm == "NVFP4":

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from moepack.pack.errors import InputError
 
 from .encoded import Encoded
-from .parts import Tensors, need, part
+from .parts import Document, Scheme, Tensors, need, part
 
 GROUP = 32
 
 
-def read(document: Mapping[str, Any], quantization: Mapping[str, Any]) -> Any:
+def read(document: Document, quantization: Document) -> Scheme:
     """The reader; the configuration says nothing else of use."""
     return find
 

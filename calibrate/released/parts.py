@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from moepack.pack.errors import InputError
 from moepack.pack.safetensors_file import TensorEntry
 
-from .encoded import StoredPart
+from .encoded import Encoded, StoredPart
 
+T = TypeVar("T")
+Document = Mapping[str, Any]  # an object of config.json, whose values are checked where they are read
 Tensors = Mapping[str, TensorEntry]
 Shape = tuple[int, ...]
+Scheme = Callable[[Tensors], Iterator[tuple[str, Encoded]]]  # a format's reader, with what the configuration says
 FLOATS = ("F32", "BF16", "F16")
 # Suffixes of tensors beside a weight that only other programs' kernels need: scales of activations.
 ACTIVATIONS = ("input_scale", "activation_scale", "input_global_scale", "input_zero_point", "act_scale")
@@ -44,15 +47,16 @@ def there(tensors: Tensors, module: str, names: Iterable[str]) -> tuple[str, ...
     return tuple(name for n in names if (name := f"{module}.{n}") in tensors)
 
 
-def option(document: Mapping[str, Any], name: str, known: Sequence[Any], default: Any = None) -> Any:
+def option(document: Document, name: str, known: Sequence[T], default: object = None) -> T:
     """An option of a configuration, one of `known`."""
     value = document.get(name, default)
-    if not any(value == k and type(value) is type(k) for k in known):
-        raise InputError(f"says {name} {value!r}: moepack reads {', '.join(map(repr, known))}")
-    return value
+    for one in known:
+        if value == one and type(value) is type(one):
+            return one
+    raise InputError(f"says {name} {value!r}: moepack reads {', '.join(map(repr, known))}")
 
 
-def group_size(document: Mapping[str, Any], name: str = "group_size", default: Any = None) -> int:
+def group_size(document: Document, name: str = "group_size", default: object = None) -> int:
     """A group size of a configuration; 0 for a whole row, which it writes as -1."""
     value = document.get(name, default)
     if type(value) is not int or (value < 1 and value != -1):

@@ -112,7 +112,7 @@ def _articles(rows: Iterable[Document]) -> Iterator[Document]:
             yield from itertools.chain(blank, [row], rows)
 
 
-def _document(source: str, row: Any, column: str) -> Document:
+def _document(source: str, row: object, column: str) -> Document:
     if not isinstance(row, dict):
         raise InputError(f"{source}: its rows are not objects with a column {column!r}")
     value = row.get(column)
@@ -128,7 +128,7 @@ def _document(source: str, row: Any, column: str) -> Document:
     raise InputError(f"{source}: rows have no {column!r} of text; they have {', '.join(sorted(map(str, row)))}")
 
 
-def _json_rows(path: Path) -> Iterator[Any]:
+def _json_rows(path: Path) -> Iterator[object]:
     """Yield rows, read with the json module: Arrow would give each tool call the arguments of all others."""
     with path.open(encoding="utf-8-sig") as f:
         if path.suffix == ".json":
@@ -150,7 +150,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
                 yield from row if isinstance(row, list) and path.suffix == ".json" else [row]
 
 
-def _table(source: str) -> tuple[Any, str]:
+def _table(source: str) -> tuple[Iterable[object], str]:
     """The streamed rows of a .parquet or data set, and the column to read."""
     try:
         import datasets
@@ -163,7 +163,7 @@ def _table(source: str) -> tuple[Any, str]:
     return data, column or "text"
 
 
-def _given(value: Any) -> Any:
+def _given(value: object) -> object:
     """Drop a row's null fields: Arrow gives each object the fields of all others."""
     if isinstance(value, dict):
         return {k: _given(v) for k, v in value.items() if v is not None}

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 
 from .documents import Conversation, documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PART = 1 << 14  # characters of a part, about
 AROUND = 256  # characters checked on each side of a cut
@@ -28,7 +31,7 @@ Encode = Callable[[str], list[int]]
 class Encoder:
     """A tokenizer, and the ids that it puts around a document."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         # The end-of-text token, if any, and the ids that the tokenizer adds before a text, such as BOS.
         self.end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]

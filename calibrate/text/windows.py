@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from torch import Tensor
 from moepack.pack.errors import InputError, in_a_line
 
 from .tokenise import Encoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _OVERSAMPLE = 8  # windows read for each window taken, among which the seed chooses
 
@@ -31,24 +34,17 @@ class Windows:
 
     ids: Tensor  # int64 [samples, length]
     taken: tuple[int, ...]  # number of windows of each source
-    turns: Tensor  # int64 [samples], when each window was chosen: 0 for the first
 
     @property
     def digest(self) -> str:
         """SHA-256 of the ids' bytes, which identifies the windows in a manifest."""
         return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
 
-    def first(self, count: int) -> Windows:
-        """The windows that were chosen first: the same mixture with fewer windows."""
-        kept = self.turns < count
-        sizes = [int(part.sum()) for part in kept.split(self.taken)]
-        return Windows(self.ids[kept], tuple(sizes), self.turns[kept])
-
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model's directory or Hub id.
 
     Raises InputError without a tokenizer, or if transformers cannot load it.
@@ -66,12 +62,12 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def windows(source: str, tokenizer: Any, length: int, most: int) -> Tensor:
+def windows(source: str, tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> Tensor:
     """The first windows of a source, int64 [at most `most`, length]; a partial window is dropped."""
     return document_windows(source, tokenizer, length, most)[0]
 
 
-def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tuple[Tensor, Tensor]:
+def document_windows(source: str, tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> tuple[Tensor, Tensor]:
     """The first windows of a source and each token's document number, both int64 [at most `most`, length]."""
     ids = array("q")
     owners = array("q")
@@ -88,7 +84,12 @@ def document_windows(source: str, tokenizer: Any, length: int, most: int) -> tup
 
 
 def calibration_windows(
-    sources: Sequence[str], tokenizer: Any, samples: int, length: int, seed: int, weights: Sequence[float] = ()
+    sources: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    samples: int,
+    length: int,
+    seed: int,
+    weights: Sequence[float] = (),
 ) -> Windows:
     """Choose `samples` windows of `length` tokens from all sources in proportion to their weights, by the seed.
 
@@ -108,12 +109,8 @@ def calibration_windows(
         order = list(range(len(pool)))
         random.Random(f"{seed}/{len(pools)}").shuffle(order)
         pools.append(pool[order])
-    turns: list[list[int]] = [[] for _ in pools]
-    for turn in range(min(samples, sum(map(len, pools)))):
-        left = (i for i, pool in enumerate(pools) if len(turns[i]) < len(pool))
-        turns[min(left, key=lambda i: (len(turns[i]) + 1) / weights[i])].append(turn)
-    return Windows(
-        torch.cat([pool[: len(own)] for own, pool in zip(turns, pools, strict=True)]),
-        tuple(map(len, turns)),
-        torch.tensor([turn for own in turns for turn in own]),
-    )
+    taken = [0] * len(pools)
+    for _ in range(min(samples, sum(map(len, pools)))):
+        left = (i for i, pool in enumerate(pools) if taken[i] < len(pool))
+        taken[min(left, key=lambda i: (taken[i] + 1) / weights[i])] += 1
+    return Windows(torch.cat([pool[:count] for pool, count in zip(pools, taken, strict=True)]), tuple(taken))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from moepack.shared.progress import progress
 
 from . import options as flag
 from .output import console, show
+
+if TYPE_CHECKING:
+    from moepack.pipeline.assemble import BuildReport
 
 
 def build(
@@ -160,7 +163,7 @@ def pack(work: flag.Work, output: flag.Output, as_json: flag.Json = False, quiet
     _report(report, as_json)
 
 
-def _report(report: Any, as_json: bool) -> None:
+def _report(report: BuildReport, as_json: bool) -> None:
     lines = [f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens"]
     for version, methods in report.methods.items():
         lines.append(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}")

@@ -59,7 +59,7 @@ def export(
     output: Output,
     to: Annotated[
         str,
-        typer.Option("--to", help="checkpoint, compressed-tensors, gptq, gptq_p or gguf (docs/export.md)."),
+        typer.Option("--to", help="checkpoint, compressed-tensors, gptq or gguf (docs/export.md)."),
     ] = "checkpoint",
     bits: Annotated[
         str | None, typer.Option("--bits", help="Experts at one width: 4 is w4; or a version's name, as mxfp4.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -98,27 +98,17 @@ def plan(bundle: Bundle, options: LoadOptions, as_json: Json = False) -> None:
         console().print(text)
 
 
-@loading("policy", "dense", "device_memory")
 def doctor(
-    options: LoadOptions,
     directory: Annotated[Path | None, typer.Option("--directory", help="Where to measure disk rates.")] = None,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Measure and show the kernel for each version and device.")
     ] = False,
-    token: Annotated[
-        str | None, typer.Option("--token", help="Serve this bundle on the CPU and show where a token's time goes.")
-    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show this machine's build methods, devices, memory and rates."""
     from moepack.reports.doctor import doctor as run
     from moepack.reports.doctor import kernels as measure
 
-    if token is not None:
-        from moepack.reports.token import render, token_time
-
-        show(token_time(token, options), as_json, render)
-        return
     if kernels:
         rows = measure()
         line = "{device:<16} {version:<16} {tokens:>6} tokens an expert: {kernel}"
@@ -136,7 +126,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _human(key: str, value: Any) -> str:
+def _human(key: str, value: object) -> str:
     if isinstance(value, int | float) and "bytes" in key:
         return f"{value / 2**30:.2f} GiB" + ("/s" if key.endswith("second") else "")
     if value in (None, [], ""):

@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -57,7 +57,7 @@ Template = Annotated[
     Path | None, typer.Option("--chat-template", help="A Jinja file that replaces the model's own template.")
 ]
 
-_LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
+_LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     "policy": Annotated[
         str | None,
         typer.Option(
@@ -131,7 +131,7 @@ _LOADING: dict[str, Any] = {  # field of LoadOptions -> its flag
     "device": Device,
     "dtype": Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")],
 }
-_SAMPLING: dict[str, Any] = {  # field of Sampling -> its flag
+_SAMPLING: dict[str, object] = {  # field of Sampling -> its flag
     "temperature": Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")],
     "top_p": Annotated[
         float,
@@ -148,7 +148,7 @@ _SAMPLING: dict[str, Any] = {  # field of Sampling -> its flag
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-def loading(*names: str, **others: Any) -> Decorator:
+def loading(*names: str, **others: object) -> Decorator:
     """Decorate a command: the flags of these fields of `LoadOptions` replace its parameter `options`.
 
     `others` maps further fields to a default, or to an annotation and a default.
@@ -163,7 +163,7 @@ def sampling(temperature: float) -> Decorator:
 
 
 def _taking(
-    parameter: str, record: type, known: Mapping[str, Any], names: Sequence[str], others: Mapping[str, Any]
+    parameter: str, record: type, known: Mapping[str, object], names: Sequence[str], others: Mapping[str, object]
 ) -> Decorator:
     """Make a decorator that replaces a command's `parameter`, of the dataclass `record`, by flags of its fields."""
     defaults = inspect.signature(record).parameters
@@ -172,7 +172,7 @@ def _taking(
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**values: Any) -> None:
+        def run(**values: object) -> None:
             made = record(**{name: values.pop(name) for name in flags})
             command(**values, **{parameter: made})
 

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+T = TypeVar("T")
+
+
 def console() -> Console:
     """Make a console that wraps text at the terminal's width, or at 120 columns without a terminal."""
     from rich.console import Console
@@ -23,13 +26,13 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Write a value as JSON to stdout; a dataclass becomes an object of its fields."""
     value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     sys.stdout.write(json.dumps(value, indent=1, default=str) + "\n")
 
 
-def show(value: Any, as_json: bool, text: str | Callable[[Any], Any]) -> None:
+def show(value: T, as_json: bool, text: str | Callable[[T], object]) -> None:
     """Write a result as JSON, as a line of text, or as `text` renders it for the console."""
     if as_json:
         print_json(value)

@@ -11,12 +11,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.attach import load_map
@@ -38,15 +39,18 @@ from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.serving import Serving
 from moepack.runtime.store.checked import recording
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 log = logging.getLogger("moepack.engines")
 CPU = torch.device("cpu")
 HELD = (Where.DEVICE, Where.ABSENT)  # no pass waits for an expert there, nor asks the host
 OPTIONS = ("policy", "dense", "device_memory")  # what an engine's quantisation config may say, beside the method's name
 
 
-def options_in(config: Mapping[str, Any]) -> dict[str, Any]:
+def options_in(config: Mapping[str, object]) -> JsonObject:
     """Return the options of a quantisation config. Raises InputError for any other key, and for a wrong policy."""
-    given = {name: value for name, value in config.items() if name != "quant_method"}
+    given: JsonObject = {name: value for name, value in config.items() if name != "quant_method"}
     if unknown := sorted(given.keys() - set(OPTIONS)):
         raise InputError(f"quantization_config has {', '.join(unknown)}: a bundle takes {', '.join(OPTIONS)} there")
     LoadOptions(**given)
@@ -56,7 +60,7 @@ def options_in(config: Mapping[str, Any]) -> dict[str, Any]:
 class ServedBundle:
     """A bundle under a policy."""
 
-    def __init__(self, path: str | Path, given: Mapping[str, Any]) -> None:
+    def __init__(self, path: str | Path, given: JsonObject) -> None:
         """Open a bundle and choose its versions; reads no weights.
 
         Args:
@@ -94,8 +98,8 @@ class ServedBundle:
             raise TooSmallError(f"{error.text}; this budget is for experts alone", error.least) from None
         self.serving: Serving | None = None  # counters and versions once loaded, if versions change
         self.handed_over = False  # whether the engine has read all dense tensors
-        self._modules: list[Any] = []
-        self._model: Any = None  # has these modules; without it they are let go
+        self._modules: list[nn.Module] = []
+        self._model: PreTrainedModel | None = None  # has these modules; without it they are let go
 
     @property
     def policy(self) -> str:
@@ -129,7 +133,7 @@ class ServedBundle:
     def _matrix(self, module: str, version: Version, part: str) -> Tensor:
         return self.bundle.dense_matrix(version.name, module).torch()[part]
 
-    def module(self, position: int, device: torch.device, dtype: torch.dtype) -> Any:
+    def module(self, position: int, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """Return the experts module of the layer at `position`, for `experts_forward`; the first call loads all layers.
 
         Args:
@@ -147,10 +151,11 @@ class ServedBundle:
         if not self._modules:
             if self.plan is not None and device.type != "cpu":
                 raise InputError(f"{self.bundle.path}: policy {self.policy} is served on a CPU here, not on {device}")
-            self._model = _bare(self, dtype)
-            modules = [self._model.get_submodule(layer.module) for layer in self.layers]
+            model = _bare(self, dtype)
+            self._model = model
+            modules: list[Any] = [model.get_submodule(layer.module) for layer in self.layers]
             with recording(self.bundle, self._checked):
-                loaded = self._load([device] * len(modules))
+                loaded = self._load(model, [device] * len(modules))
             for module, experts in zip(modules, loaded, strict=True):
                 module._moepack = experts
             backends.prepare(dtype, loaded[0].of.versions, device)
@@ -160,13 +165,13 @@ class ServedBundle:
             self._modules = modules
         return self._modules[position]
 
-    def _load(self, devices: list[torch.device]) -> list[LayerExperts]:
+    def _load(self, model: PreTrainedModel, devices: list[torch.device]) -> list[LayerExperts]:
         if self.plan is None:
             return load_map(self.bundle, self.table, devices)
         manager = ResidencyManager(self.bundle, self._policy, self.plan, devices)
         layers = manager.layers
         fixed = Fixed(0, staging=manager.plan.staging)
-        self.serving = Serving(self._model, self.bundle, self.policy, layers, fixed, manager, manager.tracker, {})
+        self.serving = Serving(model, self.bundle, self.policy, layers, fixed, manager, manager.tracker, {})
         return layers
 
 
@@ -197,9 +202,9 @@ def _plan(bundle: Bundle, policy: Policy, budget: int) -> Plan:
     return plan
 
 
-def _bare(served: ServedBundle, dtype: torch.dtype) -> Any:
+def _bare(served: ServedBundle, dtype: torch.dtype) -> PreTrainedModel:
     """Transformers' own model, whose experts modules know gate and activation, without weights."""
-    model = on_meta(read_config(served.bundle.path, served.bundle.manifest), dtype)
+    model: PreTrainedModel = on_meta(read_config(served.bundle.path, served.bundle.manifest), dtype)
     for layer in served.layers:
         module = model.get_submodule(layer.module)
         for name in EXPERT_PARAMETERS:

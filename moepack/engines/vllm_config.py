@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.models.utils import WeightsMapper
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.runtime.planning.options import METHOD
 
 from .served import ServedBundle, options_in
@@ -45,14 +45,14 @@ class BundleTensors(WeightsMapper):  # type: ignore[misc]
         return mapped
 
 
-def _fields(mapper: WeightsMapper) -> dict[str, Any]:
+def _fields(mapper: WeightsMapper) -> dict[str, object]:
     return {name: value for name, value in vars(mapper).items() if name.startswith("orig_to_new")}
 
 
 class BundleConfig(QuantizationConfig):  # type: ignore[misc]
     """A bundle under a policy, from config.json, `--hf-overrides` or the environment."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: JsonObject) -> None:
         super().__init__()
         self.given = dict(given)
         self.path = ""
@@ -60,7 +60,7 @@ class BundleConfig(QuantizationConfig):  # type: ignore[misc]
         self._served: ServedBundle | None = None
         self._loads = 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """A copy opens the bundle anew: vLLM sends its config to other processes, and experts stay in theirs."""
         return {**self.__dict__, "_served": None, "_loads": 0}
 
@@ -85,11 +85,11 @@ class BundleConfig(QuantizationConfig):  # type: ignore[misc]
         return []
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> BundleConfig:
+    def from_config(cls, config: dict[str, object]) -> BundleConfig:
         """Read the quantization_config of config.json. Raises InputError for a key that is unknown."""
         return cls(options_in(config))
 
-    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+    def maybe_update_config(self, model_name: str, hf_config: object = None, revision: str | None = None) -> None:
         """Take the bundle's path, and choose its versions before any process starts. Raises as `ServedBundle`."""
         self.path = model_name
         self._served = ServedBundle(model_name, self.given)
@@ -126,7 +126,7 @@ class BundleConfig(QuantizationConfig):  # type: ignore[misc]
         self._loads += 1
         return base if self._loads > 1 else BundleTensors(self.served, base)
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> MoepackExperts | UnquantizedLinearMethod | None:
         """Run experts from the bundle; leave all other layers to vLLM. Raises InputError for experts in parts."""
         if isinstance(layer, RoutedExperts):
             return MoepackExperts(layer, self.served, self.position(prefix))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from moepack.pack.errors import InputError
@@ -18,12 +17,12 @@ from .served import ServedBundle, run_layer
 class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
     """Runs the routed experts of one layer; vLLM's own code routes, and runs shared experts."""
 
-    def __init__(self, layer: Any, served: ServedBundle, position: int) -> None:
+    def __init__(self, layer: RoutedExperts, served: ServedBundle, position: int) -> None:
         """Check that vLLM wants what the bundle has. Raises InputError if not."""
         super().__init__(layer.moe_config)
         self._served = served
         self._position = position
-        self._module = None
+        self._module: nn.Module | None = None
         of = served.layers[position]
         parallel = layer.moe_config.moe_parallel_config
         where = f"{served.bundle.path}: {layer.layer_name}"
@@ -38,26 +37,26 @@ class MoepackExperts(FusedMoEMethodBase):  # type: ignore[misc]
         if wanted != held:
             raise InputError(f"{where}: vLLM wants (experts, hidden size) {wanted}, the bundle has {held}")
 
-    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+    def create_weights(self, layer: RoutedExperts, *sizes: object, **attributes: object) -> None:
         """Make no parameters: weights stay packed, in memory of moepack's own."""
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         """Load the experts: of all layers, at the first one's call."""
         device = torch.device(self.moe.device)
         dtype = self.moe.in_dtype
         self._module = self._served.module(self._position, device, dtype)
 
-    def get_fused_moe_quant_config(self, layer: Any) -> None:
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
         """Nothing for vLLM's kernels, which do not run."""
         return None
 
     def apply(
         self,
-        layer: Any,
+        layer: RoutedExperts,
         x: Tensor,
         topk_weights: Tensor,
         topk_ids: Tensor,
-        shared_experts: Any,
+        shared_experts: object,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
         """Run the chosen experts: [tokens, hidden] to [tokens, hidden]."""

@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from moepack.pack.errors import TargetError
 from moepack.pack.files import digest_of
 from moepack.pack.manifest import DENSE_INDEX, LEFTOVERS, MANIFEST
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import check_target
 from moepack.pipeline.released import TENSORS
@@ -46,17 +46,17 @@ def libraries(*names: str) -> dict[str, str]:
     return found
 
 
-def own_config(bundle: Bundle) -> dict[str, Any]:
+def own_config(bundle: Bundle) -> JsonObject:
     """The model's config.json without what it says of moepack; its digest is checked."""
     bundle.check("config.json")
-    config: dict[str, Any] = json.loads((bundle.path / "config.json").read_text())
+    config: JsonObject = json.loads((bundle.path / "config.json").read_text())
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
             part.pop("quantization_config", None)
     return config
 
 
-def copy_others(bundle: Bundle, work: ExportDirectory, config: Mapping[str, Any]) -> None:
+def copy_others(bundle: Bundle, work: ExportDirectory, config: Mapping[str, object]) -> None:
     """Copy the bundle's other files, and write config.json, without which what a killed export leaves is no model."""
     for name in bundle.manifest.files:
         if name not in _NOT_COPIED and not name.endswith(".safetensors"):

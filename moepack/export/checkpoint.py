@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import LEFTOVERS, strict_json
 from moepack.pack.manifest.parser import safe_path
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
 from moepack.pack.spec import lossless
@@ -97,7 +98,7 @@ def export_checkpoint(
     return replace(report, files=tuple(files.names))
 
 
-def _stream(bundle: Bundle) -> tuple[StreamedModel, dict[str, Any]]:
+def _stream(bundle: Bundle) -> tuple[StreamedModel, JsonObject]:
     """The skeleton of the checkpoint, from what the bundle says of its tensors; and its config.json."""
     from transformers import AutoConfig
 
@@ -148,7 +149,7 @@ def _plain(file: str) -> str:
     return file
 
 
-def _header(tensors: Mapping[str, Any]) -> Header:
+def _header(tensors: JsonObject) -> Header:
     """A header without places, from names, dtypes and shapes."""
     out = {}
     for name, (dtype, shape) in tensors.items():
@@ -221,7 +222,7 @@ def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) 
     exact = lossless(bundle.versions)
     layer = bundle.layers[position]
     assert exact is not None
-    decoded: list[Any] = [exact.decode(layer.matrices, bundle.extent(exact.name, position, e)) for e in some]
+    decoded = [exact.decode(layer.matrices, bundle.extent(exact.name, position, e)) for e in some]
     of_matrix = [[one[m] for one in decoded] for m in range(len(layer.matrices))]
     own: list[NativeWeight | Tensor] = [
         _native(exact.name, exact.group_size, values)

@@ -12,7 +12,7 @@ from moepack.pipeline.allocate import bundle_costs, expected_losses
 from moepack.runtime.allocation.knapsack import BudgetError, greedy
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.contract import Versions
-from moepack.runtime.policies.static import static_map
+from moepack.runtime.policies.maps import static_map
 
 from .targets import SCALES, ExportJob, Target
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -161,7 +161,7 @@ class CompressedTensors(Coded):
             out[f"{module}.weight_zero_point"] = words(values.zero[piece.rows].T, version.bits).T.contiguous()
         return out
 
-    def config(self, job: ExportJob) -> dict[str, Any]:
+    def config(self, job: ExportJob) -> dict[str, object]:
         """See SafetensorsTarget."""
         groups = {
             f"group_{i}": {

@@ -1,7 +1,5 @@
 """`gptq`: GPTQ checkpoints of the form `gptq_v2`, with zero points as they are (the older form stores them less one).
 
-`gptq_p` has the same tensors but for codes of 3 bits, of which 32 are two words of their low bits and one of the high.
-
 Matrices are transposed: codes in 32-bit words along the columns, [cols * bits / 32, rows], zero points along the rows,
 [groups, rows * bits / 32], scales [groups, rows]. Libraries compute in the scales' dtype.
 """
@@ -9,7 +7,7 @@ Matrices are transposed: codes in 32-bit words along the columns, [cols * bits /
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,17 +19,18 @@ from .files import Entries
 from .layout import CheckpointTensor
 from .targets import ExportJob
 from .values import Values
-from .words import planar, words
+from .words import words
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+FORM = "gptq_v2"
+
+
 @dataclass(frozen=True)
 class Gptq(Coded):
     """See the module."""
-
-    form: str = "gptq_v2"
 
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """See Target: rows and columns fill words."""
@@ -66,29 +65,32 @@ class Gptq(Coded):
         module = piece.name.removesuffix(".weight")
         bits = version.bits
         zeros = values.zero[piece.rows].T
-        planes = bits == 3 and self.form == "gptq_p"
         return {
-            f"{module}.qweight": (planar(values.codes).T if planes else values.turned_words)[:, piece.rows],
-            f"{module}.qzeros": (planar(zeros) if planes else words(zeros, bits)),
+            f"{module}.qweight": values.turned_words[:, piece.rows],
+            f"{module}.qzeros": words(zeros, bits),
             f"{module}.scales": values.scale[piece.rows].T.contiguous(),
             f"{module}.g_idx": torch.arange(piece.shape[1], dtype=torch.int32) // version.group_size,
         }
 
-    def config(self, job: ExportJob) -> dict[str, Any]:
+    def config(self, job: ExportJob) -> dict[str, object]:
         """See SafetensorsTarget."""
         modules = self.by_version(job)
         first = job.used[0]
-        dynamic: dict[str, dict[str, Any]] = {}
+        dynamic: dict[str, dict[str, object]] = {}
         for version, names in modules.items():
             if version != first:
-                own = {"bits": version.bits, "group_size": version.group_size, "sym": self.symmetric(job, version)}
+                own: dict[str, object] = {
+                    "bits": version.bits,
+                    "group_size": version.group_size,
+                    "sym": self.symmetric(job, version),
+                }
                 dynamic |= {f"+:^{name.removeprefix('re:')}$": own for name in names}
         dynamic |= {f"-:^{name.removeprefix('re:').removesuffix('$')}$": {} for name in sorted(self.ignored(job))}
         return {
             "quantization_config": {
                 "quant_method": "gptq",
-                "checkpoint_format": self.form,
-                "format": self.form,
+                "checkpoint_format": FORM,
+                "format": FORM,
                 "bits": first.bits,
                 "group_size": first.group_size,
                 "sym": self.symmetric(job, first),
@@ -105,4 +107,3 @@ class Gptq(Coded):
 
 
 TARGET = Gptq("gptq", mixes=False)
-PLANAR = Gptq("gptq_p", mixes=False, form="gptq_p")

@@ -119,7 +119,9 @@ class Layout:
     def _piece(self, name: str, tags: Tensor, matrix: int, rows: int, cols: int) -> CheckpointTensor:
         """Read where rows went. `cols` is 0 for a bias."""
         transposed = bool(cols) and tags.shape[-1] != 1
-        flat = tags if not cols else tags[..., 0, :] if transposed else tags[..., 0]
+        flat = tags
+        if cols:
+            flat = tags[..., 0, :] if transposed else tags[..., 0]
         whole = flat.ndim == 2
         experts = flat // rows
         own = flat % rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import DenseMatrix, Version
@@ -37,7 +37,7 @@ class SafetensorsTarget(Target):
         """These tensors, of one expert."""
         return {piece.name: piece.cut(values.bias if piece.bias else values.weight)}
 
-    def config(self, job: ExportJob) -> dict[str, Any]:
+    def config(self, job: ExportJob) -> dict[str, object]:
         """What config.json says more than the model's own."""
         return {}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.shared.progress import Reporter
@@ -61,7 +60,7 @@ def export(
     return made if lost is None else replace(made, lost=lost, bits=lost.bits)
 
 
-def made_for(job: ExportJob, form: Target) -> dict[str, Any]:
+def made_for(job: ExportJob, form: Target) -> dict[str, object]:
     """Everything that the bytes of an export depend on."""
     return {
         "target": repr(form),

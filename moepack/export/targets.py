@@ -128,7 +128,6 @@ TARGETS = {
     "checkpoint": "plain",
     "compressed-tensors": "compressed",
     "gptq": "gptq",
-    "gptq_p": "gptq.PLANAR",
     "gguf": "gguf",
 }  # name -> the module here with its TARGET, or what has another name there
 

@@ -161,5 +161,5 @@ class Values:
         return torch.from_numpy(from_blocks(self._blocks("zero"), self._rows) >> (8 - self.version.bits))
 
 
-def _bf16(bits: Any) -> Tensor:
+def _bf16(bits: npt.ArrayLike) -> Tensor:
     return torch.from_numpy(np.array(bits)).view(torch.bfloat16)

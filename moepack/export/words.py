@@ -25,14 +25,3 @@ def words(codes: Tensor, bits: int) -> Tensor:
         for i in range(1, per_byte):
             packed |= padded[:, i::per_byte] << np.uint8(i * bits)
     return torch.from_numpy(packed.view("<i4")[:, : -(-n * bits // 32)].copy())
-
-
-def planar(codes: Tensor) -> Tensor:
-    """Codes of 3 bits, uint8 [rows, n] with n a multiple of 32, as int32 [rows, n * 3 / 32]: gptqmodel's two planes.
-
-    32 codes are two words of their two low bits, then one of their high bits.
-    """
-    rows, n = codes.shape
-    low = words(codes & 3, 2).view(rows, n // 32, 2)
-    high = words(codes >> 2, 1).view(rows, n // 32, 1)
-    return torch.cat([low, high], dim=-1).view(rows, -1)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Cache, PreTrainedConfig
 
 # Names of the KV cache among a pass's arguments and in its output: `cache` since transformers 5.24, the others before.
+Given = dict[str, Any]  # a pass's arguments by name
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
-def bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: Given) -> Given:
     """Bind arguments to names, with defaults for the missing ones.
 
     If they do not fit the signature, return only those passed by name: the forward itself raises the error.
@@ -27,20 +33,20 @@ def bound(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str,
     return given
 
 
-def without_self(forward: Any) -> inspect.Signature:
+def without_self(forward: Callable[..., object]) -> inspect.Signature:
     """The signature of a method, taken from its class, without `self`."""
     whole = inspect.signature(forward)
     return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
-def inputs(given: dict[str, Any]) -> Any:
+def inputs(given: Given) -> Any:
     """A pass's input: token ids [batch, tokens], or embeddings [batch, tokens, hidden]; None without either."""
     found = given.get("input_ids")
     found = given.get("inputs_embeds") if found is None else found
     return found if found is not None and found.ndim >= 2 else None
 
 
-def cache_of(given: dict[str, Any]) -> Any:
+def cache_of(given: Given) -> Cache | None:
     """The KV cache that a pass was given; None without one."""
     return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)
 
@@ -51,24 +57,24 @@ def _cache_name(kind: Any) -> str:
     return next((name for name in CACHE_NAMES if name in taken), CACHE_NAMES[0])
 
 
-def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+def with_cache(model: nn.Module, cache: Cache | None) -> dict[str, object]:
     """The keyword argument that passes a KV cache to a model's forward or `generate`."""
     kind: Any = type(model)
     return {_cache_name(kind): cache}
 
 
-def cache_in(out: Any) -> Any:
+def cache_in(out: object) -> Cache | None:
     """The KV cache in the output object of a pass or of `generate`; None without one."""
     return next((getattr(out, name) for name in CACHE_NAMES if hasattr(out, name)), None)
 
 
-def caches_in(out: Any) -> list[Any]:
+def caches_in(out: object) -> list[Cache]:
     """The KV caches in a pass's output, which is a tuple or an output object."""
     found = out if isinstance(out, tuple) else (cache_in(out),)
     return [made for made in found if hasattr(made, "get_seq_length")]
 
 
-def uses_cache(config: Any, given: dict[str, Any]) -> bool:
+def uses_cache(config: PreTrainedConfig, given: Given) -> bool:
     """Whether a pass that was given no KV cache creates one: by its `use_cache`, or else by the configuration."""
     wanted = given.get("use_cache")
     return bool(getattr(config.get_text_config(), "use_cache", True) if wanted is None else wanted)

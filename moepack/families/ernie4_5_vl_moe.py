@@ -11,11 +11,11 @@ from typing import Any
 
 
 @functools.cache
-def _apart(kind: Any) -> Any:
+def _apart(kind: Any) -> type:
     return type(kind.__name__, (kind,), {"forward": kind.forward.__wrapped__, "__module__": kind.__module__})
 
 
-def behind_interface(block: Any, config: Any) -> None:
+def behind_interface(block: Any, config: object) -> None:
     """Take the experts for images of a layer's block out of the interface, so that it knows those for text alone."""
     experts = block.vision_moe.experts
     if hasattr(experts, "has_gate"):

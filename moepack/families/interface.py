@@ -7,10 +7,25 @@ Enough by itself for experts that are called as the interface calls them and hav
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate, grouped_mm_experts_forward
+
+
+class ExpertsModule(nn.Module):
+    """For annotations: what the interface reads of a module of experts, whose class is a family's own."""
+
+    config: PreTrainedConfig
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
 
 
 def run(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -6,7 +6,12 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+    from transformers.core_model_loading import WeightTransform
 
 _MODELS = "transformers.models"
 # Class of a module -> file here; its `behind_interface(module, config)` changes the module to one that the interface
@@ -35,7 +40,7 @@ def adapt(model: Any) -> None:
     """
     kept = getattr(model, "_keep_in_fp32_modules_strict", None)  # what only a whole model has
     model._keep_in_fp32_modules_strict = {*(kept or ()), _IN_FLOAT32}
-    conversions: list[Any] = []
+    conversions: list[WeightTransform] = []
     for name, module in list(model.named_modules()):
         kind = type(module)
         if (file := LAYOUTS.get(f"{kind.__module__}.{kind.__qualname__}")) is None:
@@ -47,12 +52,12 @@ def adapt(model: Any) -> None:
             model._moepack_conversions = conversions
 
 
-def conversions_of(model: Any) -> list[Any]:
+def conversions_of(model: nn.Module) -> list[WeightTransform]:
     """What transformers' loader must do, beside its own conversions, to fill an adapted model from a checkpoint."""
     return list(getattr(model, "_moepack_conversions", ()))
 
 
-def _config(model: Any, name: str) -> Any:
+def _config(model: nn.Module, name: str) -> PreTrainedConfig | None:
     """The configuration of the nearest module around one that has a model's configuration."""
     while name:
         name = name.rpartition(".")[0]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
@@ -39,7 +40,7 @@ class Moe(Llama4TextMoe):
         return out, logits
 
 
-def behind_interface(block: Any, config: Any) -> None:
+def behind_interface(block: Llama4TextMoe, config: PreTrainedConfig) -> None:
     """Change the classes of a Llama-4 block and its experts, so that it calls them through the interface.
 
     Raises:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
+from .interface import ExpertsModule, run
 from .interface import behind_interface as behind
-from .interface import run
 
 
-def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts; an index past those with weights stands for no expert to the interface."""
     identity = top_k_index >= self.num_experts
     out = run(self, hidden_states, top_k_index.clamp(max=self.num_experts), top_k_weights)
@@ -22,7 +23,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     return out + (hidden_states * share).to(out.dtype)
 
 
-def behind_interface(experts: Any, config: Any) -> None:
+def behind_interface(experts: Any, config: PreTrainedConfig) -> None:
     """Put LongCat-Flash's experts behind the interface."""
     experts.num_experts = experts.num_routed_experts
     experts.gate_up_proj = nn.Parameter(experts.gate_up_proj.detach()[: experts.num_experts].clone())

@@ -5,13 +5,17 @@ The configuration alone decides, so that the build, its estimate and the server 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 # Auto classes: the one whose class the checkpoint's `architectures` names is chosen, else the first with a class.
 _AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 
 
-def auto_class(config: Any) -> Any:
+def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
     """The transformers auto class whose `from_config` and `from_pretrained` make a configuration's model.
 
     A configuration with a tower may have two models: Qwen3.5-MoE's is a text model to AutoModelForCausalLM, and the
@@ -23,21 +27,22 @@ def auto_class(config: Any) -> Any:
     import transformers
 
     named = set(getattr(config, "architectures", None) or ())
-    found = []
+    found: list[type[_BaseAutoModelClass]] = []
     for name in _AUTO:
         auto = getattr(transformers, name, None)
         if auto is None or type(config) not in auto._model_mapping:
             continue
         classes = auto._model_mapping[type(config)]
         if named & {c.__name__ for c in (classes if isinstance(classes, tuple | list) else (classes,))}:
-            return auto
+            found = [auto]
+            break
         found.append(auto)
     if not found:
         raise ValueError(f"{config.model_type}: transformers has no class that continues a text")
     return found[0]
 
 
-def decoder_layers(config: Any) -> Any:
+def decoder_layers(config: PreTrainedConfig) -> Any:
     """What a configuration says is the number of decoder layers; None if it says nothing.
 
     LongCat-Flash has two attentions in a layer: `num_hidden_layers` counts attentions, and is made of `num_layers`.
@@ -47,7 +52,7 @@ def decoder_layers(config: Any) -> Any:
     return getattr(text, "num_layers" if made else "num_hidden_layers", None)
 
 
-def model_of(config: Any, **options: Any) -> Any:
+def model_of(config: PreTrainedConfig, **options: object) -> Any:
     """Make a configuration's model by `from_config` with these options, with its experts named as in a bundle.
 
     Raises:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 CHOICES = ("drop", "keep")  # a recipe's `mtp`
 _OWN = r"(?:^|\.)mtp(?:_[a-z0-9_]+)?\."
@@ -24,7 +23,9 @@ def mtp_tensors(names: Iterable[str], decoder_layers: int) -> list[str]:
     return [name for name, m in found if m and (m[1] is None or int(m[1]) >= decoder_layers)]
 
 
-def mtp_layers(names: Iterable[str], used: Iterable[str], decoder_layers: int, config: Mapping[str, Any]) -> list[str]:
+def mtp_layers(
+    names: Iterable[str], used: Iterable[str], decoder_layers: int, config: Mapping[str, object]
+) -> list[str]:
     """As `mtp_tensors`, without numbered layers that are decoder layers: a configuration may give too few of them.
 
     A numbered layer is an MTP layer if it has what only these have; or if the configuration announces so many, and the

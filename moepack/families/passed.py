@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .model_class import decoder_layers
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def between_layers(config: Any, length: int, itemsize: int) -> tuple[int, int]:
+
+def between_layers(config: PreTrainedConfig, length: int, itemsize: int) -> tuple[int, int]:
     """Bytes of a window of `length` tokens: its hidden states, and upper bounds of all that passes beside them.
 
     Hyper-connections multiply hidden states (`hc_mult`). Beside them pass an indexer's choice for layers that share it,

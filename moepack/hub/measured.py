@@ -43,9 +43,9 @@ def read_divergences(paths: Iterable[Path], versions: Sequence[str]) -> dict[str
     return out
 
 
-def _measured(kl: Any, interval: Any) -> MeasuredKl | None:
+def _measured(kl: object, interval: object) -> MeasuredKl | None:
     """A mean inside its interval. Of one sample the interval is infinite."""
-    numbers = [kl, *interval] if isinstance(interval, list) else []
+    numbers: list[Any] = [kl, *interval] if isinstance(interval, list) else []
     if len(numbers) != 3 or not all(isinstance(x, float) and abs(x) < _LARGEST for x in numbers):
         return None
     made = MeasuredKl(*numbers)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import BundleError, MissingExtraError
 from moepack.pack.manifest import CARD, MANIFEST, Manifest
@@ -118,7 +118,7 @@ def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There
     return _There(repo, revision, commit, found.get(MANIFEST), found.get(PUSHING), frozenset(listed))
 
 
-def _origin(manifest: Manifest) -> tuple[str, Any]:
+def _origin(manifest: Manifest) -> tuple[str, object]:
     """The name of a bundle's checkpoint, and the digests of the checkpoint's files."""
     given = manifest.provenance.get("checkpoint")
     checkpoint = given if isinstance(given, Mapping) else {}
@@ -135,7 +135,9 @@ def _push(
 
     def send(what: str, add: Mapping[str, Path | bytes], remove: Sequence[str] = ()) -> str:
         nonlocal commit
-        operations: list[Any] = [CommitOperationAdd(n, v if isinstance(v, bytes) else str(v)) for n, v in add.items()]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(n, v if isinstance(v, bytes) else str(v)) for n, v in add.items()
+        ]
         operations += [CommitOperationDelete(name) for name in remove]
         made = api.create_commit(
             there.repo, operations, commit_message=what, revision=there.revision, parent_commit=commit

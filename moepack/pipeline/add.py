@@ -12,10 +12,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import (
     LOSSLESS,
@@ -30,7 +30,7 @@ from moepack.pack.writer import check_replaceable, check_target
 from moepack.runtime.load import check_device
 from moepack.shared.progress import Reporter
 
-from .artifacts import check_watched, natives_of, quantised_recipe, run_record
+from .artifacts import RunRecord, check_watched, natives_of, quantised_recipe, run_record
 from .assemble import BuildReport, Chosen, assemble, expert_layers, made_by, quantised_settings, report
 from .executors.engine import check_engine, open_executor
 from .model_card import model_card
@@ -41,7 +41,7 @@ from .work import ADDED, WorkDirectory
 _CARD = "README.md"
 _PULLED = (".pulled.json", ".pulling")  # records of a pull from the Hub, which do not hold for the new bundle
 # Settings that stages must share, or losses would not compare: those of the recipe; then all, by kind of version.
-_BY_RECIPE = ("method", "min_tokens", "loss_tokens", "moments", "refine")
+_BY_RECIPE = ("method", "loss_tokens", "refine")
 _ALIKE = {"versions": (*_BY_RECIPE, "estimate of losses"), "dense": ("method", WAY[0])}
 
 Versions = tuple[Version, ...]
@@ -134,7 +134,7 @@ def parse_group_sizes(texts: Sequence[str]) -> dict[str, int]:
 
 
 def _check_checkpoint(
-    checkpoint: str | Path | None, revision: str | None, record: Mapping[str, Any], directory: WorkDirectory
+    checkpoint: str | Path | None, revision: str | None, record: RunRecord, directory: WorkDirectory
 ) -> None:
     if checkpoint is None:
         return
@@ -156,8 +156,8 @@ def _opened(target: Path) -> Bundle | None:
 
 def _wanted(
     directory: WorkDirectory,
-    record: Mapping[str, Any],
-    made: Mapping[str, Any],
+    record: RunRecord,
+    made: JsonObject,
     old: Bundle | None,
     names: Sequence[str],
     dense: Sequence[str],
@@ -200,7 +200,7 @@ def _wanted(
     return with_versions(recipe, wanted, dense_wanted), kept
 
 
-def _recipe_of(old: Bundle, directory: WorkDirectory, record: Mapping[str, Any]) -> Recipe:
+def _recipe_of(old: Bundle, directory: WorkDirectory, record: RunRecord) -> Recipe:
     """The recipe of a bundle. Raises InputError for a bundle that was made from another work directory."""
     found = old.manifest.provenance
     calibration, checkpoint = (x if isinstance(x := found.get(k), dict) else {} for k in ("calibration", "checkpoint"))
@@ -233,15 +233,18 @@ def _merged(
 
 def _stages(
     directory: WorkDirectory,
-    record: Mapping[str, Any],
+    record: RunRecord,
     kind: str,
     wanted: Versions,
-    made: Mapping[str, Any],
+    made: JsonObject,
     fresh: bool,
 ) -> Stages:
     """For each of the `wanted` versions of a kind that is made already, the last finished stage that made it."""
     out: Stages = {}
-    parts = {"versions": [layer.index for layer in expert_layers(record)], "dense": record["dense"]}
+    parts: dict[str, Sequence[int | None]] = {
+        "versions": [layer.index for layer in expert_layers(record)],
+        "dense": record["dense"],
+    }
     here = {**made, WAY[0]: WAY[1]}
     for stage, how in directory.settings().items():
         if stage != "quantize" and (fresh or not stage.startswith(ADDED)):
@@ -255,7 +258,7 @@ def _stages(
     return out
 
 
-def _check_recipe(directory: WorkDirectory, target: Path, asked: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+def _check_recipe(directory: WorkDirectory, target: Path, asked: Mapping[str, object], made: JsonObject) -> None:
     """Raise InputError if the work directory was quantised again since, by another recipe than the bundle's."""
     for key in _BY_RECIPE:
         if asked.get(key) != made.get(key):
@@ -288,7 +291,7 @@ def _check_same(directory: WorkDirectory, old: Bundle, stages: Mapping[str, Stag
             )
 
 
-def _check_estimate(directory: WorkDirectory, how: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+def _check_estimate(directory: WorkDirectory, how: JsonObject, made: JsonObject) -> None:
     was, now = (x.get("estimate of losses") for x in (made, how))
     if how["versions"] and was != now:
         raise InputError(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import Allocation
 from moepack.pack.spec import ExpertLayer, Version, lossy
-from moepack.runtime.allocation.knapsack import BudgetError, greedy, spent, uniform
-from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, prefix_split
+from moepack.runtime.allocation.knapsack import BudgetError, greedy
 from moepack.runtime.policies.contract import Versions
 
 if TYPE_CHECKING:
@@ -28,23 +27,17 @@ class LayerCosts:
     """Bytes and losses of one layer's experts at every version, and the calibration tokens that reached them."""
 
     tokens: list[float]  # [experts], tokens routed to each
-    gate_sum: list[float]  # [experts], the sum of their gate weights
     sizes: Rows  # [experts][versions], bytes of extents
     # [experts][versions], as in calibration.safetensors (pack/FORMAT.md, "Calibration tables")
-    mse: Rows
     gated: Rows
-    relative: Rows
-    gated_error: Rows  # standard errors of `gated`, zeros where the bundle has none
     weighed: Rows  # `gated`, as far as it reaches the logits (`LayerTables.weighed`)
 
     @staticmethod
     def of(layer: LayerTables, columns: Sequence[int], sizes: Rows) -> LayerCosts:
         """Read a layer's tables, at the versions in these columns."""
-        error = 0 * layer.gated if layer.gated_error is None else layer.gated_error
-        losses = (
-            table[:, columns].tolist() for table in (layer.mse, layer.gated, layer.relative, error, layer.weighed)
+        return LayerCosts(
+            layer.tokens.tolist(), sizes, layer.gated[:, columns].tolist(), layer.weighed[:, columns].tolist()
         )
-        return LayerCosts(layer.tokens.tolist(), layer.gate_sum.tolist(), sizes, *losses)
 
 
 @dataclass(frozen=True)
@@ -88,14 +81,11 @@ def expected_losses(costs: LayerCosts, weight: str) -> Rows:
 
     Args:
         weight: "gates": the squared error that the expert adds to the layer's output over the calibration tokens, each
-            token weighted by its squared gate weight. "tokens": the squared error of the expert's own output over those
-            tokens. "none": the mean squared error. "logits": as "gates", times how far each layer's error reaches the
-            logits; equal to "gates" where that was not measured. But for "none", each expert counts one token more than
-            it had: in use, tokens may reach an expert that calibration did not reach, and its error then counts.
+            token weighted by its squared gate weight. "logits": as "gates", times how far each layer's error reaches
+            the logits; equal to "gates" where that was not measured. Each expert counts one token more than it had: in
+            use, tokens may reach an expert that calibration did not reach, and its error then counts.
     """
-    if weight == "none":
-        return costs.mse
-    table = {"gates": costs.gated, "tokens": costs.mse, "logits": costs.weighed}[weight]
+    table = {"gates": costs.gated, "logits": costs.weighed}[weight]
     return [[(n + 1) * x for x in row] for n, row in zip(costs.tokens, table, strict=True)]
 
 
@@ -108,7 +98,7 @@ def allocate(
 ) -> Allocation:
     """Choose a version for every expert, and with `dense` for every dense matrix, under one budget.
 
-    The budget, in bits, is `average_bits` times the number of all their weights. `dense` needs the method greedy.
+    The budget, in bits, is `average_bits` times the number of all their weights.
 
     Raises:
         InputError: when the average cannot be met; names the least possible average.
@@ -122,9 +112,7 @@ def allocate(
         sizes = [*sizes, *dense.sizes]
         losses = [*losses, *dense.losses]
     try:
-        if how.method == "prefix_split":
-            return Allocation(str(how), prefix_within(versions, costs, budget))
-        chosen = uniform(sizes, budget) if how.method == "uniform" else greedy(sizes, losses, budget)
+        chosen = greedy(sizes, losses, budget)
     except BudgetError as error:
         raise _unmet(how, 8 * error.least / weights) from None
     both = None if dense is None else tuple(dense.versions[v] for v in chosen[experts:])
@@ -135,58 +123,6 @@ def named(chosen: Sequence[int], versions: Sequence[Version], costs: Sequence[La
     """Turn version indexes of all experts, layer after layer, into a map of names."""
     names = iter(versions[v].name for v in chosen)
     return tuple(tuple(next(names) for _ in layer.tokens) for layer in costs)
-
-
-def total_bytes(table: Versions, versions: Sequence[Version], costs: Sequence[LayerCosts]) -> int:
-    """Bytes of all experts' extents at the versions that a map names."""
-    column = {v.name: i for i, v in enumerate(versions)}
-    return sum(int(spent(c.sizes, [column[name] for name in row])) for row, c in zip(table, costs, strict=True))
-
-
-def split_layers(
-    versions: Sequence[Version], costs: Sequence[LayerCosts], importance: Sequence[Sequence[float]], bits: float
-) -> Versions:
-    """Run `prefix_split` in every layer, on unweighted mean squared errors.
-
-    `bits`: average bits of a code. `versions` must hold w4, w3, w2 and w1. `importance` is [layers][experts].
-    """
-    column = {v.name: i for i, v in enumerate(versions)}
-    out = []
-    for layer, scores in zip(costs, importance, strict=True):
-        losses = [[row[column[f"w{b}"]] for b in WIDTHS] for row in layer.mse]
-        out.append(tuple(f"w{b}" for b in prefix_split(scores, losses, bits)))
-    return tuple(out)
-
-
-def calibrated_importance(costs: Sequence[LayerCosts]) -> list[list[float]]:
-    """Every expert's `prefill_importance`, [layers][experts], from all calibration tokens."""
-    return [prefill_importance(layer.tokens, layer.gate_sum) for layer in costs]
-
-
-def prefix_within(versions: Sequence[Version], costs: Sequence[LayerCosts], budget: float) -> Versions:
-    """Run `prefix_split` in all layers at one average, the greatest whose extents fit the budget.
-
-    Raises:
-        BudgetError: when `w1` for every expert does not fit.
-    """
-    importance = calibrated_importance(costs)
-    steps = max(len(layer.tokens) for layer in costs)
-    best = split_layers(versions, costs, importance, 1)
-    least = total_bytes(best, versions, costs)
-    if least > budget:
-        raise BudgetError(least, budget)
-    # `low` steps of 1 / steps bits fit, `high` steps do not
-    low = 0
-    high = 3 * steps + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        table = split_layers(versions, costs, importance, 1 + middle / steps)
-        if total_bytes(table, versions, costs) <= budget:
-            low = middle
-            best = table
-        else:
-            high = middle
-    return best
 
 
 def check_allocation(

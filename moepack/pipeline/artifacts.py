@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from moepack.pack.errors import InputError, TargetError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.safetensors_file import DTYPES, make_header, read_header
 from moepack.pack.spec import LOSSLESS, Version
 from moepack.pack.writer import sync
@@ -30,17 +31,43 @@ _WRITTEN = 1 << 24  # bytes written at once; no more of a mapped tensor is in me
 _NAMES = {f"torch.{in_torch}": name for name, (_, in_torch, _) in DTYPES.items()}
 
 
-def run_record(directory: WorkDirectory) -> dict[str, Any]:
+class Natives(TypedDict, total=False):
+    """Versions that hold experts and dense matrices as released, as their records; absent if the recipe keeps none."""
+
+    native: JsonObject
+    native_dense: JsonObject
+
+
+class RunRecord(Natives):
+    """What run.json holds: the record of a calibration."""
+
+    checkpoint: str  # its directory
+    name: str
+    recipe: str  # the recipe's text
+    sources: list[str]
+    windows: list[int]  # taken of each source
+    samples: int
+    length: int
+    digest: str  # of the windows
+    untied: bool
+    unused: int  # tensors of the checkpoint that the bundle leaves out
+    model: dict[str, str]
+    decoder_layers: int
+    expert_layers: list[JsonObject]
+    dense: NotRequired[list[int | None]]  # parts with dense matrices that have versions
+
+
+def run_record(directory: WorkDirectory) -> RunRecord:
     """Read run.json, the record of the run, from the calibrate stage. Raises InputError if that stage has not run."""
     try:
-        record = dict(json.loads((directory.path / "run.json").read_text()))
+        record: RunRecord = json.loads((directory.path / "run.json").read_text())
         directory.settings()["calibrate"], record["recipe"], record["expert_layers"]
     except (OSError, ValueError, KeyError, TypeError):
         raise InputError(f"{directory.path}: is not calibrated yet: run moepack calibrate first") from None
     return record
 
 
-def natives_of(record: Mapping[str, Any]) -> tuple[Version, Version]:
+def natives_of(record: Natives) -> tuple[Version, Version]:
     """The versions that hold experts and dense matrices as released, from the record of the run."""
     if "native" not in record:  # the recipe keeps nothing as released
         return Version.of(LOSSLESS), Version.of(LOSSLESS)
@@ -111,7 +138,7 @@ def load_observation(work: WorkDirectory, layer: int) -> Observation:
     return Observation(mapped(path, entry.begin, entry.shape, dtype), experts, gates, length)
 
 
-def finished(work: WorkDirectory, stage: str, part: int | None) -> dict[str, Any]:
+def finished(work: WorkDirectory, stage: str, part: int | None) -> JsonObject:
     """The note of a finished piece: a stage's work on one part. Raises InputError if the piece is not finished."""
     note = work.done(stage, part)
     if note is None:

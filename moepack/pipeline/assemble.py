@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import Layer
 from moepack.pack.manifest import Allocation, ExpertFileEntry, Manifest
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.safetensors_file import merge, read_header
 from moepack.pack.spec import (
     HINT,
@@ -33,7 +33,7 @@ from moepack.quantize import methods
 from moepack.shared.progress import Reporter
 
 from .allocate import DenseCosts, LayerCosts, allocate
-from .artifacts import SHARD, finished, quantised_recipe, run_record, save
+from .artifacts import SHARD, RunRecord, finished, quantised_recipe, run_record, save
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe
 from .released import keep_released
@@ -65,9 +65,9 @@ class Chosen:
     dense: Mapping[Version, str]  # like `stages`, for dense matrices
 
 
-def quantised_settings(work: WorkDirectory) -> dict[str, Any]:
+def quantised_settings(work: WorkDirectory) -> JsonObject:
     """The settings of the quantize stage. Raises InputError if the stage has not begun."""
-    found: dict[str, Any] | None = work.settings().get("quantize")
+    found: JsonObject | None = work.settings().get("quantize")
     if found is None:
         raise InputError(f"{work.path}: is not quantised yet: run moepack quantize first")
     return found
@@ -115,7 +115,7 @@ def assemble(
                 source = work.piece(stage, layer.index, f"{version.name}.safetensors")
                 entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
                 writer.adopt(expert_file(version.name, layer.index), source, entry)
-        _config(Path(record["checkpoint"]), record.get("untied", False), writer)
+        _config(Path(record["checkpoint"]), record["untied"], writer)
         _keep_released(record, writer, chosen, dense)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
@@ -136,14 +136,14 @@ def assemble(
 
 
 def report(
-    target: Path, record: Mapping[str, Any], methods: dict[str, dict[str, int]], dense: Sequence[Version]
+    target: Path, record: RunRecord, methods: dict[str, dict[str, int]], dense: Sequence[Version]
 ) -> BuildReport:
     """Make the report on the bundle at `target`, from the record of the run that made it (`run_record`)."""
     tokens = record["samples"] * record["length"]
     return BuildReport(target, tokens, methods, record["unused"], tuple(v.name for v in dense))
 
 
-def expert_layers(record: Mapping[str, Any]) -> tuple[ExpertLayer, ...]:
+def expert_layers(record: RunRecord) -> tuple[ExpertLayer, ...]:
     """The layers with experts, from the record of a run (`run_record`)."""
     return tuple(
         ExpertLayer(x["index"], x["module"], x["experts"], tuple(Matrix(**m) for m in x["matrices"]))
@@ -241,7 +241,7 @@ def _tables(
 
 def _logits(
     work: WorkDirectory,
-    record: Mapping[str, Any],
+    record: RunRecord,
     layers: Sequence[ExpertLayer],
     chosen: Chosen,
     reporter: Reporter,
@@ -291,9 +291,7 @@ def _config(checkpoint: Path, separate: bool, writer: BundleWriter) -> None:
         writer.add(name)
 
 
-def _keep_released(
-    record: Mapping[str, Any], writer: BundleWriter, chosen: Chosen, dense: Sequence[DenseMatrix]
-) -> None:
+def _keep_released(record: RunRecord, writer: BundleWriter, chosen: Chosen, dense: Sequence[DenseMatrix]) -> None:
     exact = lossless(tuple(chosen.stages))
     dense_exact = lossless(tuple(chosen.dense))
     own = {m.module: dense_exact for m in dense} if dense_exact else {}
@@ -344,11 +342,11 @@ def _extents(path: Path, layer: Layer) -> list[float]:
 
 def _provenance(
     work: WorkDirectory,
-    record: Mapping[str, Any],
+    record: RunRecord,
     recipe: Recipe,
-    quantised: Mapping[str, Any],
+    quantised: JsonObject,
     tables: CalibrationTables,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     tools = {"python": platform.python_version()}
     for package in ("moepack", "torch", "transformers", *(x.name for x in methods.libraries())):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -72,9 +71,11 @@ def carried(card: Path) -> dict[str, str | list[str]]:
     return _metadata(found)
 
 
-def _metadata(found: Any) -> dict[str, str | list[str]]:
+def _metadata(found: object) -> dict[str, str | list[str]]:
     out: dict[str, str | list[str]] = {}
-    for key in CARRIED if isinstance(found, Mapping) else ():
+    if not isinstance(found, Mapping):
+        return out
+    for key in CARRIED:
         value = found.get(key)
         if isinstance(value, str):
             out[key] = value
@@ -120,7 +121,7 @@ def model_card(
     name = _line(checkpoint.get("name"))
     given = checkpoint.get("id")
     base = base_model or (given if isinstance(given, str) and given else None)
-    facts: dict[str, Any] = {"library_name": "moepack", "pipeline_tag": "text-generation"}
+    facts: dict[str, object] = {"library_name": "moepack", "pipeline_tag": "text-generation"}
     facts |= _metadata(checkpoint.get("card"))
     facts |= {"base_model": base, "base_model_relation": "quantized"} if base else {}
     facts["tags"] = ["moepack", "mixture-of-experts", "quantized", model]
@@ -201,7 +202,7 @@ def _is_id(value: str | None) -> bool:
     return bool(value and re.fullmatch(r"[\w.-]+/[\w.-]+", value))
 
 
-def _line(value: Any) -> str:
+def _line(value: object) -> str:
     """Turn untrusted text into one line of plain Markdown, without characters that do not print."""
     text = "".join(c if c.isprintable() else " " for c in str(value if value is not None else "unknown")[:200])
     return re.sub(r"[\\`*\[\]<>|#!&]", r"\\\g<0>", text)

@@ -13,6 +13,7 @@ import yaml
 
 from moepack.families import mtp
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import (
     BLOCKS,
     GROUPS,
@@ -32,11 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 NATIVE = "native"  # in a recipe's versions: the one that keeps the checkpoint's experts as they were released
-MOMENTS = ("routed", "gated", "all")
-
-ALLOCATORS = ("greedy", "prefix_split", "uniform")
-WEIGHTS = ("gates", "tokens", "none", "logits")
-MOST = 8  # the default of `most` is this many times `samples`
+WEIGHTS = ("gates", "logits")
 
 # Without w8: experts at 8 bits are seldom worth their bytes over 4 bits.
 DEFAULT_VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
@@ -48,9 +45,7 @@ class Quantize:
 
     method: str = methods.DEFAULT
     group_size: int | Mapping[str, int] = 64
-    min_tokens: int = 0
     loss_tokens: int = 4096
-    moments: str = "routed"
     zeros: str = methods.FREE
     refine: bool = False
     rotate: int = 0  # columns of down that are mixed by a rotation of its inputs (`spec.Rotation`); 0: not rotated
@@ -82,8 +77,6 @@ class Calibration:
     batch_size: int = 8
     seed: int = 0
     dtype: str = "bfloat16"
-    until: int = 0  # take more windows than `samples` until every expert has this many tokens; 0 takes no more
-    most: int = 0  # the most windows to take for `until`
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -99,14 +92,12 @@ class Allocate:
     """How to choose one version for each expert (an allocation); see `moepack.pipeline.allocate.allocate`."""
 
     average_bits: float  # the budget: bytes of all extents, with tables and padding, in bits per expert weight
-    method: str = "greedy"  # "greedy", "prefix_split" or "uniform"
-    weight: str = "gates"  # what weights the losses in greedy, one of WEIGHTS (`allocate.expected_losses`)
+    weight: str = "gates"  # what weights the losses, one of WEIGHTS (`allocate.expected_losses`)
     dense: bool = False  # also choose versions of dense matrices, and count their bytes and weights
 
     def __str__(self) -> str:
-        weighted = f", losses weighted by {self.weight}" if self.method == "greedy" else ""
         both = " of experts and dense matrices" if self.dense else ""
-        return f"{self.method} at {self.average_bits:g} bits{both}{weighted}"
+        return f"greedy at {self.average_bits:g} bits{both}, losses weighted by {self.weight}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +192,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
     if mixed := set(dense) - {*version_names(dense=True)}:
         raise InputError(f"{where}: dense: {min(mixed)} is for experts alone: it gives their down more bits")
     at = f"{where}: quantize"
-    rules = {"method": methods.named(), "min_tokens": 0, "loss_tokens": 1, "moments": MOMENTS, "zeros": methods.ZEROS}
+    rules: dict[str, int | Sequence[object]] = {"method": methods.named(), "loss_tokens": 1, "zeros": methods.ZEROS}
     rules |= {"rotate": (0, *BLOCKS), "scale_bits": SCALE_BITS}
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
     if quantize.zeros == methods.SYMMETRIC and quantize.method in methods.ASYMMETRIC:
@@ -220,9 +211,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         possible = [e.group_sizes for e in made if len(e.group_sizes) > 1 and not e.released]
         _choice(f"{at}.group_size", size, [g for g in GROUPS if all(g in sizes for sizes in possible)])
     calibration = _calibration(f"{where}: calibration", top.get("calibration", {}))
-    allocation = (
-        _allocation(f"{where}: allocation", top["allocation"], versions, dense) if "allocation" in top else None
-    )
+    allocation = _allocation(f"{where}: allocation", top["allocation"], dense) if "allocation" in top else None
     kept = _choice(f"{where}: mtp", top.get("mtp", "drop"), mtp.CHOICES)
     return Recipe(versions, quantize, calibration, allocation, dense, text, kept)
 
@@ -322,32 +311,28 @@ def with_text(recipe: Recipe) -> Recipe:
         return recipe
     document = asdict(recipe)
     del document["text"]
-    if not recipe.calibration.until:
-        del document["calibration"]["most"]
     if recipe.allocation is None:
         del document["allocation"]
-    elif recipe.allocation.method != "greedy":
-        del document["allocation"]["weight"]
     return _written(document)
 
 
-def _written(document: Mapping[str, Any]) -> Recipe:
+def _written(document: Mapping[str, object]) -> Recipe:
     return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "recipe")
 
 
-def _calibration(at: str, value: Any) -> Calibration:
-    rules = {"samples": 1, "length": 2, "batch_size": 1, "seed": 0, "until": 0, "dtype": ("bfloat16", "float32")}
+def _calibration(at: str, value: object) -> Calibration:
+    rules: dict[str, int | Sequence[object]] = {
+        "samples": 1,
+        "length": 2,
+        "batch_size": 1,
+        "seed": 0,
+        "dtype": ("bfloat16", "float32"),
+    }
     given = _settings(at, value, Calibration, rules)
-    found = Calibration(**given | {"data": _sources(f"{at}.data", given.get("data", []))})
-    if not found.until:
-        if "most" in given:
-            raise InputError(f"{at}.most: says when `until` ends: give until as well, as until: 256")
-        return found
-    most = _integer(f"{at}.most", given.get("most", MOST * found.samples), found.samples)
-    return replace(found, most=most)
+    return Calibration(**given | {"data": _sources(f"{at}.data", given.get("data", []))})
 
 
-def _sources(at: str, value: Any) -> tuple[TextSource, ...]:
+def _sources(at: str, value: object) -> tuple[TextSource, ...]:
     if not isinstance(value, list):
         raise InputError(f"{at}: must be a list of names, or of mappings as {{source: NAME, weight: 2}}")
     out = []
@@ -361,19 +346,13 @@ def _sources(at: str, value: Any) -> tuple[TextSource, ...]:
     return tuple(out)
 
 
-def _allocation(at: str, value: Any, versions: Sequence[str], dense: Sequence[str]) -> Allocate:
-    a = _settings(at, value, Allocate, {"weight": WEIGHTS})
-    method = a.get("method", "greedy")
-    bits = _number(f"{at}.average_bits", a.get("average_bits"), 1, 20)
-    how = Allocate(**a | {"average_bits": bits, "method": _choice(f"{at}.method", method, ALLOCATORS)})
-    if how.method == "prefix_split" and not {"w4", "w3", "w2", "w1"} <= set(versions):
-        raise InputError(f"{at}.method: prefix_split needs the versions w4, w3, w2 and w1")
-    if how.method != "greedy" and "weight" in a:
-        raise InputError(f"{at}.weight: {how.method} reads no weighted loss: leave weight out")
+def _allocation(at: str, value: object, dense: Sequence[str]) -> Allocate:
+    given = _settings(at, value, Allocate, {"weight": WEIGHTS})
+    how = Allocate(**given | {"average_bits": _number(f"{at}.average_bits", given.get("average_bits"), 1, 20)})
     if not isinstance(how.dense, bool):
         raise InputError(f"{at}.dense: {how.dense!r} is not true or false")
-    if how.dense and (not dense or how.method != "greedy" or how.weight != "gates"):
-        raise InputError(f"{at}.dense: needs dense: in the recipe, method greedy, and weight gates")
+    if how.dense and (not dense or how.weight != "gates"):
+        raise InputError(f"{at}.dense: needs dense: in the recipe, and weight gates")
     return how
 
 
@@ -382,7 +361,7 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> str:
     return f"unknown {what} {name!r}" + (f": did you mean {near[0]!r}?" if near else f": known are {', '.join(known)}")
 
 
-def _mapping(where: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
+def _mapping(where: str, value: object, known: Sequence[str]) -> JsonObject:
     if not isinstance(value, dict):
         raise InputError(f"{where}: must be a mapping of keys to values")
     for key in value:
@@ -391,15 +370,19 @@ def _mapping(where: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
     return value
 
 
-def _settings(where: str, value: Any, kind: type, rules: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(where: str, value: object, kind: type, rules: Mapping[str, int | Sequence[object]]) -> JsonObject:
     """Check and return fields of the dataclass `kind`. A rule is an integer's least value, or the possible values."""
     given = _mapping(where, value, [f.name for f in fields(kind)])
     for key in rules.keys() & given.keys():
-        (_integer if isinstance(rules[key], int) else _choice)(f"{where}.{key}", given[key], rules[key])
+        rule = rules[key]
+        if isinstance(rule, int):
+            _integer(f"{where}.{key}", given[key], rule)
+        else:
+            _choice(f"{where}.{key}", given[key], rule)
     return given
 
 
-def _names(where: str, value: Any, known: Sequence[str] = ()) -> tuple[str, ...]:
+def _names(where: str, value: object, known: Sequence[str] = ()) -> tuple[str, ...]:
     known = known or version_names()
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise InputError(f"{where}: must be a list of names")
@@ -411,19 +394,19 @@ def _names(where: str, value: Any, known: Sequence[str] = ()) -> tuple[str, ...]
     return tuple(value)
 
 
-def _choice(where: str, value: Any, known: Sequence[Any]) -> Any:
+def _choice(where: str, value: object, known: Sequence[object]) -> Any:
     if isinstance(value, bool) or value not in known:
         raise InputError(f"{where}: {value!r} is not one of {', '.join(map(str, known))}")
     return value
 
 
-def _number(where: str, value: Any, low: float, high: float) -> float:
+def _number(where: str, value: object, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise InputError(f"{where}: {value!r} is not a number from {low:g} to {high:g}")
     return value
 
 
-def _integer(where: str, value: Any, low: int) -> int:
+def _integer(where: str, value: object, low: int) -> int:
     if type(value) is not int or not low <= value < 1 << 31:
         raise InputError(f"{where}: {value!r} is not an integer of at least {low}")
     return value

@@ -8,6 +8,7 @@ how far calibration runs ahead of quantising.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -15,11 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import DenseLayer, DenseMatrix
-from moepack.runtime.devices.glibc import trim
+from moepack.runtime.devices.glibc import reusing, trim
 from moepack.shared.memory import bound_kernel_caches
 from moepack.shared.progress import Reporter
 
@@ -35,9 +37,9 @@ from .artifacts import (
     save,
 )
 from .bound import MemoryPlan
-from .enough import advice, few_tokens, open_pass
 from .executors.local import Local
 from .executors.worker import WorkerCheckpoint
+from .few_tokens import advice, few_tokens
 from .needs import Dense
 from .recipe import Recipe
 from .tasks.experts import ExpertBatchTask, batch_settings, observation_digest
@@ -95,7 +97,7 @@ class LayerWalk:
         stream.experts_in = directory.path if how.experts_on_disk else None
         self._inner = "experts and row shards of dense matrices" if dense else "experts"  # the unit of progress
         self._objects: dict[int | None, tuple[Path, ...]] = {}  # submitted part -> result files of its tasks
-        self._notes: dict[int | None, dict[str, Any]] = {}  # submitted part -> what is known of its note
+        self._notes: dict[int | None, JsonObject] = {}  # submitted part -> what is known of its note
         self._reading = threading.Lock()
         self._walked = -1  # the last layer that was calibrated
 
@@ -123,7 +125,7 @@ class LayerWalk:
             first -= 1  # back to a layer whose input is saved
         walk = None
         if calibrate and self._ids is not None:
-            walk = open_pass(work, stream, self._ids, self._how, self._dtype)
+            walk = _open_pass(work, stream, self._ids, self._how, self._dtype)
             if first < total or not work.done("calibrate", None):
                 self._begin_walk(walk, first)
         reporter.stage(" and ".join(["calibrate"] * calibrate + ["quantise"] * quantize), total)
@@ -349,3 +351,14 @@ class LayerWalk:
         work = LayerWork(part, tuple(tasks.values()), kept, folder, layer, dense)
         self._reporter.inner(self._inner, self._executor.left + sum(task.count for task in work.tasks))
         self._executor.submit(work, inputs, self._reporter.advance)
+
+
+def _open_pass(
+    directory: WorkDirectory, stream: StreamedModel, ids: torch.Tensor, plan: MemoryPlan, dtype: torch.dtype
+) -> CalibrationPass:
+    """Open a calibration pass as the memory plan says. What does not stay in memory goes to the work directory."""
+    from moepack.calibrate.forward import CalibrationPass
+
+    hidden_in, seen_in = (directory.path if it else None for it in (plan.hidden_on_disk, plan.seen_on_disk))
+    between = reusing if plan.reuse else contextlib.nullcontext
+    return CalibrationPass(stream, ids, plan.batch_size, dtype, hidden_in, seen_in, between)

@@ -159,7 +159,11 @@ def _history(
     """The manifest's notes on earlier shrinking, and a new note."""
     earlier = bundle.manifest.provenance.get("shrunk")
     digest = hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
-    why = "versions" if versions else f"fit {fit.budget}" if fit else "allocation"
+    why = "allocation"
+    if versions:
+        why = "versions"
+    elif fit:
+        why = f"fit {fit.budget}"
     here = [v.name for v in bundle.versions]
     note: dict[str, object] = {"manifest_sha256": digest, "from": here, "kept": list(chosen), "by": why}
     note |= {"dense": list(dense)} if dense else {}

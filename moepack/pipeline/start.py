@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, lossless, lossy
@@ -19,9 +19,8 @@ from moepack.shared.progress import Reporter
 from moepack.shared.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import DIGESTS, PROBE, RECIPE, run_record, save, watched
+from .artifacts import DIGESTS, PROBE, RECIPE, RunRecord, run_record, save, watched
 from .bound import MAPPED, MemoryPlan, place
-from .enough import enough_windows
 from .needs import Dense, needs_of
 from .recipe import Recipe, TextSource, check_rotation, parse_recipe, with_native, with_text
 from .released import announce
@@ -42,7 +41,7 @@ def calibration_text(
 ) -> tuple[list[str], Windows]:
     """Read the calibration text; return the names of its sources, and its windows.
 
-    There are `samples` windows, or `most` if the recipe sets `until`, no longer than the model's position limit.
+    There are `samples` windows, no longer than the model's position limit.
     `calibration`: files or Hub data sets in place of the recipe's.
     """
     from moepack.calibrate.text import windows as data
@@ -61,7 +60,7 @@ def window_shape(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, int]:
     how = recipe.calibration
     limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or 0
     length = min(how.length, limit) if limit > 0 else how.length
-    return max(how.most, how.samples) if how.until else how.samples, length
+    return how.samples, length
 
 
 def start(
@@ -97,10 +96,9 @@ def start(
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
     settings = recipe.calibration
     sources, windows = calibration_text(opened, recipe, calibration)
-    count, length = windows.ids.shape  # of all windows that `until` may take
+    count, length = windows.ids.shape
     how = _fit(directory, stream, recipe, dense, memory, count, length, fresh, reporter=reporter)
     identity = _identity(directory, opened, reporter)
-    windows = enough_windows(directory, stream, windows, settings, identity, how, reporter)
     if len(windows.ids) < settings.samples:
         reporter.note(f"the calibration text fills {len(windows.ids)} of {settings.samples} samples")
     directory.begin(
@@ -116,7 +114,8 @@ def start(
         },
         fresh,
     )
-    record = _record(stream, recipe, sources, windows, keeps_mtp) | {"dense": list(dense)}
+    record = _record(stream, recipe, sources, windows, keeps_mtp)
+    record["dense"] = list(dense)
     replace_file(directory.path / "run.json", json.dumps(record, indent=1).encode())
     _begin_quantize(directory, "quantize", recipe, fresh)
     save(directory.piece("calibrate", None, PROBE), {"ids": probe(windows.ids)})
@@ -125,10 +124,12 @@ def start(
 
 def _record(
     stream: StreamedModel, recipe: Recipe, sources: Sequence[str], windows: Windows, keeps_mtp: bool
-) -> dict[str, Any]:
+) -> RunRecord:
     """Make the record of the run, which later stages read."""
+    from moepack.calibrate.dense import native_dense
+
     opened = stream.checkpoint
-    return {
+    record: RunRecord = {
         "checkpoint": str(Path(opened.path).absolute()),
         "name": opened.name,
         "recipe": recipe.text,
@@ -145,16 +146,13 @@ def _record(
             "expert_dtype": stream.expert_dtype,
             **({"mtp": recipe.mtp} if keeps_mtp else {}),
         },
-        **(_natives(stream) if recipe.keeps_released else {}),
         "decoder_layers": len(stream.layers),
         "expert_layers": [asdict(layer) for layer in stream.expert_layers.values()],
     }
-
-
-def _natives(stream: StreamedModel) -> dict[str, Any]:
-    from moepack.calibrate.dense import native_dense
-
-    return {"native": stream.native.record(), "native_dense": native_dense(stream).record()}
+    if recipe.keeps_released:
+        record["native"] = stream.native.record()
+        record["native_dense"] = native_dense(stream).record()
+    return record
 
 
 def resume(
@@ -271,8 +269,8 @@ def _fit(
         needs = replace(needs, outside=0, layer=needs.waiting, layer_on_disk=needs.waiting_on_disk)
         return place(replace(needs, hidden=0, window=0, forward=0, seen=MAPPED), 1, memory)
     # Take an earlier run's batch size if it fits: the bits of the activations depend on it.
-    begun = {} if fresh else directory.settings().get("calibrate", {})
-    before = begun.get("batch_size", size)
+    earlier = {} if fresh else directory.settings().get("calibrate", {})
+    before = earlier.get("batch_size", size)
     how = place(needs, min(size, before), memory)
     if how.batch_size < before <= size and directory.holds("calibrate"):
         raise InputError(
@@ -298,7 +296,7 @@ def _begun(directory: WorkDirectory, recipe: Recipe) -> int:
     return int(begun["batch_size"]) if before.calibration.batch_size == size else size
 
 
-def quantize_settings(recipe: Recipe) -> dict[str, Any]:
+def quantize_settings(recipe: Recipe) -> dict[str, object]:
     """The settings of a stage that quantises, which a later run must share."""
     from moepack.quantize.losses import ESTIMATE
 

@@ -13,11 +13,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from moepack.pack.errors import InputError, TargetError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.writer import LOCK, existing, replace_file, sync
 
 _SETTINGS = "settings.json"
@@ -58,7 +57,7 @@ class WorkDirectory:
         """Release the lock."""
         self._lock.close()
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, JsonObject]:
         """The settings of each stage that was begun here, by stage; empty for a new directory."""
         try:
             document = json.loads((self.path / _SETTINGS).read_text())
@@ -68,7 +67,7 @@ class WorkDirectory:
             raise TargetError(f"{self.path / _SETTINGS}: cannot be read: use --fresh to start over") from None
         return document if isinstance(document, dict) else {}
 
-    def begin(self, stage: str, wanted: Mapping[str, Any], fresh: bool) -> None:
+    def begin(self, stage: str, wanted: JsonObject, fresh: bool) -> None:
         """Start or resume a stage with these settings. `fresh` discards the stage, and with "calibrate" all others.
 
         Raises:
@@ -133,11 +132,11 @@ class WorkDirectory:
         for path in self.path.glob(f"{PROBE}*"):
             path.unlink(missing_ok=True)
 
-    def done(self, stage: str, layer: int | None) -> dict[str, Any] | None:
+    def done(self, stage: str, layer: int | None) -> JsonObject | None:
         """The note that `mark` wrote for a finished piece, or None."""
         return self.read(self.piece(stage, layer, "done.json"))
 
-    def read(self, path: Path) -> dict[str, Any] | None:
+    def read(self, path: Path) -> JsonObject | None:
         """Read a small JSON file that holds one object; None if it cannot be read."""
         try:
             found = json.loads(path.read_text())
@@ -145,7 +144,7 @@ class WorkDirectory:
             return None
         return found if isinstance(found, dict) else None
 
-    def mark(self, stage: str, layer: int | None, note: Mapping[str, Any]) -> None:
+    def mark(self, stage: str, layer: int | None, note: JsonObject) -> None:
         """Mark a piece as finished, after syncing its files."""
         directory = self.piece(stage, layer, "done.json").parent
         for file in directory.iterdir():
@@ -154,6 +153,6 @@ class WorkDirectory:
         sync(directory)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 48 else text[:45] + "..."

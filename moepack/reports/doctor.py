@@ -8,8 +8,8 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.quantize import methods
 from moepack.quantize.methods import installed
 
@@ -26,7 +26,7 @@ _OPTIONAL = {"triton", "datasets", *(x.name for x in methods.libraries())}
 READY = "ready"
 
 
-def doctor(directory: Path | None = None) -> dict[str, Any]:
+def doctor(directory: Path | None = None) -> JsonObject:
     """Collect facts about this machine, ready for JSON. `problems` lists what keeps moepack from working.
 
     `methods` says whether each quantisation method is ready, or what it lacks here. `can_build` says whether the
@@ -104,7 +104,7 @@ def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(p) for p in version.split("+")[0].split(".") if p.isdigit())
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu() -> JsonObject:
     """Return the cores, the kernels' instruction set and the best set here; both sets are None without kernels.
 
     Both compiled libraries are tried first, unless it is remembered what their trials found (pack/trials.py).
@@ -131,7 +131,7 @@ def triton_fails() -> str | None:
     return None
 
 
-def _devices() -> list[dict[str, Any]]:
+def _devices() -> list[JsonObject]:
     import torch
 
     out = []
@@ -143,7 +143,7 @@ def _devices() -> list[dict[str, Any]]:
     return out
 
 
-def host_memory() -> dict[str, Any]:
+def host_memory() -> JsonObject:
     """Report how the host would keep a GPU's extents: the mode, why each better mode fails, and limits.
 
     `kernels_read` is the mode of memory that the GPU's kernels read, for experts `@pinned`; null if there is none.
@@ -169,7 +169,7 @@ def host_memory() -> dict[str, Any]:
     return {"mode": mode, "kernels_read": read, "reason": reason, **limits, "ways": ways}
 
 
-def _codec() -> dict[str, Any]:
+def _codec() -> JsonObject:
     """Report the exponent codec's engine, and measure its rates on all cores, in bytes of BF16 a second."""
     import numpy as np
 
@@ -193,7 +193,7 @@ def _codec() -> dict[str, Any]:
     }
 
 
-def disk_rates(directory: Path) -> dict[str, Any]:
+def disk_rates(directory: Path) -> JsonObject:
     """Measure rates of writing (synced) and reading 64 MiB, in bytes a second. The page cache may serve the reads.
 
     `direct_bytes_per_second` has the rates past the page cache by the number of requests in flight; null if refused.
@@ -201,7 +201,7 @@ def disk_rates(directory: Path) -> dict[str, Any]:
     from moepack.runtime.store.page_file import direct_rate
 
     size = 64 << 20
-    facts: dict[str, Any] = {"directory": str(directory), "free_bytes": shutil.disk_usage(directory).free}
+    facts: JsonObject = {"directory": str(directory), "free_bytes": shutil.disk_usage(directory).free}
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as f:
             block = os.urandom(1 << 20)

@@ -28,9 +28,16 @@ from .intervals import FEW, clustered
 from .scoring import TokenScores, products, token_scores
 
 if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import Tensor, nn
+
     from moepack.runtime.planning.fixed import Fixed
+    from moepack.runtime.served_model import CausalModel, ServedModel
 
 Interval = tuple[float, float]
+Windows = tuple[
+    "Tensor", "Tensor"
+]  # of a file, int64 [windows, length]: token ids, and the number of each one's document
 
 _LOGITS = 1 << 26  # bytes of logits that are scored at a time without a budget
 _TOKENS = 1024  # tokens of a forward pass in a budget; the memory of a pass grows with its tokens
@@ -223,7 +230,12 @@ def divergences(
 
 
 def _compare_with(
-    reference: _Reference, source: Source, options: LoadOptions, pools: Any, batch: int, reporter: Reporter
+    reference: _Reference,
+    source: Source,
+    options: LoadOptions,
+    pools: list[tuple[str, Windows]],
+    batch: int,
+    reporter: Reporter,
 ) -> None:
     """Fill `reference`: run the bundle's lossless version, without a budget, over all files."""
     if not source.is_bundle:
@@ -254,7 +266,7 @@ def _window(source: str | Path, length: int) -> int:
     return min(length, most) if isinstance(most, int) and most > 1 else length
 
 
-def text_windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Any]]:
+def text_windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Windows]]:
     """Read each file as windows, with the document of each token; raise InputError if a file has no full window."""
     from moepack.calibrate.text.windows import document_windows, load_tokenizer
 
@@ -285,10 +297,10 @@ class _Reference:
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
-        self._kept = dict[str, Any]()
-        self._head: Any = None
+        self._kept: dict[str, Tensor] = {}
+        self._head: nn.Linear | None = None
 
-    def keep(self, model: Any, file: str, pool: Any, batch: int, reporter: Reporter) -> None:
+    def keep(self, model: ServedModel, file: str, pool: Tensor, batch: int, reporter: Reporter) -> None:
         """Run the model over one file's windows, int64 [windows, length], and keep the hidden states."""
         import torch
 
@@ -309,7 +321,7 @@ class _Reference:
                 self._kept[file].view(*pool.shape, -1)[start : start + len(ids)] = hidden
                 reporter.advance(ids.numel())
 
-    def _keep_head(self, model: Any) -> None:
+    def _keep_head(self, model: ServedModel) -> None:
         import torch
 
         from moepack.runtime.dense.packed import PackedLinear
@@ -321,23 +333,24 @@ class _Reference:
         like = head.weights(model.dtype) if isinstance(head, PackedLinear) else head.weight
         weight = torch.from_file(path, shared=True, size=like.numel(), dtype=like.dtype).view_as(like)
         weight.copy_(like.detach())
-        self._head = torch.nn.Linear(head.in_features, head.out_features, device="meta")
-        self._head.weight = torch.nn.Parameter(weight, requires_grad=False)
+        kept: Any = torch.nn.Linear(head.in_features, head.out_features, device="meta")
+        kept.weight = torch.nn.Parameter(weight, requires_grad=False)
         bias = head.bias
-        self._head.bias = None if bias is None else torch.nn.Parameter(bias.cpu().clone(), requires_grad=False)
+        kept.bias = None if bias is None else torch.nn.Parameter(bias.cpu().clone(), requires_grad=False)
+        self._head = kept
 
-    def of(self, file: str, pool: Any) -> Any:
+    def of(self, file: str, pool: Tensor) -> Tensor:
         """Return the hidden states of a file, [windows, length, hidden]."""
         return self._kept[file].view(*pool.shape, -1)
 
-    def head_for(self, model: Any) -> Any:
+    def head_for(self, model: CausalModel) -> nn.Linear | None:
         """Return the reference's output projection if the model serves its own in some version, else None."""
         from moepack.runtime.dense.packed import PackedLinear
 
         return self._head if isinstance(model.get_output_embeddings(), PackedLinear) else None
 
 
-def _clusters(pool: Any, documents: Any) -> Any:
+def _clusters(pool: Tensor, documents: Tensor) -> Tensor:
     """Return the cluster of each scored token, int64 [windows, length - 1]: its document, or its window if there are
     fewer than `FEW` documents."""
     import torch
@@ -348,7 +361,13 @@ def _clusters(pool: Any, documents: Any) -> Any:
 
 
 def _score(
-    model: Any, file: str, windows: Any, batch: int, room: int, reference: _Reference | None, reporter: Reporter
+    model: CausalModel,
+    file: str,
+    windows: Windows,
+    batch: int,
+    room: int,
+    reference: _Reference | None,
+    reporter: Reporter,
 ) -> _Scored:
     """Score the windows of one file, `batch` at a time; a piece of logits takes at most `room` bytes."""
     import torch
@@ -375,7 +394,7 @@ def _score(
     return _Scored(file, counts, nll, divergence, agrees, seconds)
 
 
-def _check(scores: TokenScores, file: str, first: int, model: Any) -> None:
+def _check(scores: TokenScores, file: str, first: int, model: CausalModel) -> None:
     """Raise NotFiniteError for a token whose scores are not finite; `first` is the number of the first window."""
     from moepack.calibrate.finite import not_finite
     from moepack.runtime.checked_logits import NO_LOGITS
@@ -408,7 +427,7 @@ def _scores(scored: Sequence[_Scored], compared: bool) -> dict[str, Any]:
     return out
 
 
-def render(result: Evaluation, title: str) -> Any:
+def render(result: Evaluation, title: str) -> Table:
     """Make a table with a row for each file, and 95 % intervals."""
     from rich.table import Table
 

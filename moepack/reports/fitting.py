@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, cast
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
-from moepack.runtime.planning.choice import ladders_of, versions_of
+from moepack.runtime.planning.choice import versions_of
 from moepack.runtime.planning.options import LoadOptions
-from moepack.runtime.planning.paging import paged_version
 
 from .plan import PLANNED, plan
 
@@ -66,7 +65,7 @@ def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
     """
     options = options.filled(**PLANNED)
     policy = options.parsed_policy()
-    if isinstance(bundle, Described) and policy.is_live and any(map(paged_version, ladders_of(bundle, policy.options))):
+    if isinstance(bundle, Described) and policy.is_live and policy.options.by_rates:
         needed = ",".join(versions_of(options.policy, bundle, True))
         raise InputError(f"policy {policy}: its plan measures rates on weights: fetch {needed} by name")
     planned = plan(bundle, options)

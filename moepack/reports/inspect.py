@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError, MissingExtraError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import encoding_of, lossless, lossy
 from moepack.pack.tables import FEW_TOKENS, TABLES, shown_loss
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def inspect(path: str | Path) -> dict[str, Any]:
+def inspect(path: str | Path) -> JsonObject:
     """Read the facts of a bundle, ready for JSON."""
     bundle = open_bundle(path)
     tables = bundle.calibration()
@@ -71,7 +72,7 @@ def inspect(path: str | Path) -> dict[str, Any]:
     }
 
 
-def render(facts: dict[str, Any]) -> Table:
+def render(facts: JsonObject) -> Table:
     """Make a table of the facts."""
     from rich.table import Table
 
@@ -100,7 +101,7 @@ def render(facts: dict[str, Any]) -> Table:
     return table
 
 
-def _sizes(version: dict[str, Any]) -> tuple[str, str, str]:
+def _sizes(version: JsonObject) -> tuple[str, str, str]:
     return f"{version['bytes']:,}", f"{version['bits_per_weight']:.3f}", str(version["group_size"] or "-")
 
 

@@ -10,11 +10,12 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from moepack.pack.errors import InputError, MissingExtraError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import lossy
 from moepack.pack.tables import CalibrationTables, shown_loss
@@ -40,7 +41,7 @@ _STYLE += ".key { display: inline-block; width: .8em; height: .8em; margin-right
 _STYLE += ".rest { background: var(--soft); }\n"
 
 
-def write_page(path: str | Path, facts: Mapping[str, Any], out: Path) -> None:
+def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
     """Write the page of a bundle, with the facts that `inspect` returns, into a .html file.
 
     Raises:
@@ -77,7 +78,7 @@ def write_page(path: str | Path, facts: Mapping[str, Any], out: Path) -> None:
     out.write_text(text, encoding="utf-8", errors="replace")
 
 
-def _versions(facts: Mapping[str, Any], classes: Mapping[str, str]) -> str:
+def _versions(facts: JsonObject, classes: Mapping[str, str]) -> str:
     most = max([facts["dense_bytes"], *(v["bytes"] for v in facts["versions"].values())]) or 1
     rows = []
     for name, v in facts["versions"].items():
@@ -139,7 +140,7 @@ def _routing(tables: CalibrationTables) -> str:
     )
 
 
-def skew(tokens: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+def skew(tokens: npt.NDArray[np.float64]) -> float:
     """Gini coefficient of `tokens`, float64 [experts] in falling order: 0 if equal, near 1 if one expert has all."""
     n = len(tokens)
     whole = float(tokens.sum())
@@ -160,7 +161,7 @@ def _widths(bundle: Bundle) -> str:
     return f"<h2>Versions chosen</h2>{said}{_table(('layer', *names), rows)}"
 
 
-def _phases(found: Any) -> str:
+def _phases(found: object) -> str:
     """Show time and memory of the build, if its record has a list of `name`, `seconds` and `peak_bytes`."""
     rows = []
     for item in found if isinstance(found, list) else ():
@@ -171,7 +172,7 @@ def _phases(found: Any) -> str:
     return f"<h2>The build</h2>{_table(('phase', 'seconds', 'peak bytes'), rows)}" if rows else ""
 
 
-def _origin(provenance: Mapping[str, Any]) -> str:
+def _origin(provenance: Mapping[str, object]) -> str:
     checkpoint, tools = (_object(provenance.get(k)) for k in ("checkpoint", "tools"))
     rows = [[_text(k), _text(v)] for k, v in (("checkpoint", checkpoint.get("id")), *tools.items()) if v]
     recipe = provenance.get("recipe")
@@ -179,11 +180,11 @@ def _origin(provenance: Mapping[str, Any]) -> str:
     return f"<h2>Where it comes from</h2>{_table(('made with', ''), rows)}{text}"
 
 
-def _object(value: Any) -> Mapping[str, Any]:
+def _object(value: object) -> Mapping[str, object]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return escape(str(value)[:20_000], quote=True)
 
 

@@ -12,10 +12,11 @@ import os
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import CONFIG
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.tables import CalibrationTables, shown_loss
 from moepack.runtime.load import check_options
@@ -25,6 +26,8 @@ from moepack.runtime.profile import profiled
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
+    from transformers import PreTrainedConfig
 
     from moepack.runtime.planning.fixed import Fixed
     from moepack.runtime.policies.contract import Versions
@@ -158,7 +161,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         message += f" for {asked(workload)} ({fixed})"
         if limit is not None:
             message = limit.too_small(bundle, TooSmallError(message, least)).text
-    facts: dict[str, Any] = dict.fromkeys(
+    facts: JsonObject = dict.fromkeys(
         ("expected_relative_loss", "expected_relative_loss_error", "bytes_per_token", "expected_tokens_per_second")
     )
     if limit is not None:
@@ -216,7 +219,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     )
 
 
-def _limit(options: LoadOptions, config: Any, dtype: torch.dtype) -> ProcessLimit:
+def _limit(options: LoadOptions, config: PreTrainedConfig, dtype: torch.dtype) -> ProcessLimit:
     """Divide a memory limit as a process does that loads the model: with the same libraries, and a skeleton made."""
     import moepack.runtime.plugin  # noqa: F401
     from moepack.runtime.planning.skeleton import skeleton
@@ -283,26 +286,22 @@ def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]
     )
 
 
-def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float | None]:
+def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float]:
     """Compute a map's mean relative loss over calibration's routed tokens (pack/FORMAT.md, "Calibration tables").
 
-    Also return its standard error, which takes the experts' errors as independent; None if a layer has no errors.
+    Also return its standard error, which takes the experts' errors as independent.
     """
     lost = routed = square = 0.0
-    known = True
     for layer, row in zip(tables.layers, table, strict=True):
         columns = [tables.versions.index(_version(name)) if _version(name) else None for name in row]
         relative = [1.0 if c is None else float(layer.relative[e, c]) for e, c in enumerate(columns)]
         lost += sum(float(n) * loss for n, loss in zip(layer.tokens, relative, strict=True))
         routed += float(layer.tokens.sum())
-        if layer.relative_error is None:
-            known = False
-            continue
         errors = [0.0 if c is None else float(layer.relative_error[e, c]) for e, c in enumerate(columns)]
         square += sum((float(n) * error) ** 2 for n, error in zip(layer.tokens, errors, strict=True))
     if not routed:
-        return 0.0, None
-    return lost / routed, math.sqrt(square) / routed if known else None
+        return 0.0, 0.0
+    return lost / routed, math.sqrt(square) / routed
 
 
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
@@ -316,12 +315,12 @@ def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, ch
     return total
 
 
-def as_json(planned: Planned) -> dict[str, Any]:
+def as_json(planned: Planned) -> dict[str, object]:
     """Return the plan's fields for JSON."""
     return {name: value for name, value in asdict(planned).items() if name not in ("table", "moving")}
 
 
-def render(planned: Planned) -> tuple[Any, str]:
+def render(planned: Planned) -> tuple[Table, str]:
     """Make a table, in which layers with equal numbers share a row, and a paragraph of text."""
     from rich.table import Table
 
@@ -342,7 +341,7 @@ def render(planned: Planned) -> tuple[Any, str]:
         (f.kv, "KV cache"),
         (f.activations, f"activations{estimated}"),
         (f.staging, "staging"),
-        (f.window, "window for paged experts"),
+        (f.window, "slots in which experts are decoded"),
         (f.entries, "page entries of pinned memory"),
         (planned.used_bytes - f.total, "experts"),
     )

@@ -52,7 +52,7 @@ def make_profile(
     import torch
 
     with model.moepack as serving, torch.inference_mode():
-        counter = serving.routed()
+        serving.routed()  # counts from now on
         reporter.stage("count", len(pools))
         for name, (pool, _) in pools:
             reporter.step(Path(name).name)
@@ -60,7 +60,7 @@ def make_profile(
             for window in pool:
                 model(input_ids=window[None], use_cache=False, logits_to_keep=1)
                 reporter.advance(len(window))
-        counts = counter.counts()
+        counts = serving.routed()
         try:
             write_profile(output, serving.bundle, counts)
         except OSError as error:

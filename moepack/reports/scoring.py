@@ -11,12 +11,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
+    from transformers.modeling_outputs import BaseModelOutput
+
+    from moepack.runtime.served_model import CausalModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class TokenScores:
     hidden: Tensor | None  # the decoder's output [batch, length, hidden]; None if the head cannot run by itself
 
 
-def products(model: Any) -> contextlib.AbstractContextManager[Any]:
+def products(model: CausalModel) -> contextlib.AbstractContextManager[object]:
     """Enclose passes of a plain checkpoint: where the CPU emulates BF16, products are those of calibration."""
     if hasattr(model, "moepack"):
         return contextlib.nullcontext()
@@ -38,7 +41,9 @@ def products(model: Any) -> contextlib.AbstractContextManager[Any]:
     return widened(model.device, model.dtype)
 
 
-def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = None, head: Any = None) -> TokenScores:
+def token_scores(
+    model: CausalModel, ids: Tensor, room: int, reference: Tensor | None = None, head: nn.Module | None = None
+) -> TokenScores:
     """Score the tokens of `ids` [batch, length].
 
     Args:
@@ -84,9 +89,9 @@ def token_scores(model: Any, ids: Tensor, room: int, reference: Tensor | None = 
     return TokenScores(joined[0], joined[1], joined[2], output.last_hidden_state)
 
 
-def _decoded(model: Any, decoder: Any, ids: Tensor) -> Any:
+def _decoded(model: CausalModel, decoder: nn.Module, ids: Tensor) -> BaseModelOutput:
     """Run the whole model, make logits of the last token alone, and return the decoder's output."""
-    kept: list[Any] = []
+    kept: list[BaseModelOutput] = []
     hook = decoder.register_forward_hook(lambda _, args, out: kept.append(out))
     try:
         model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -96,7 +101,9 @@ def _decoded(model: Any, decoder: Any, ids: Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def _logits(model: Any, decoder: Any, output: Any, head: Any = None) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
+def _logits(
+    model: CausalModel, decoder: nn.Module, output: BaseModelOutput, head: nn.Module | None = None
+) -> Iterator[Callable[[Tensor, Tensor], Tensor]]:
     """Yield a function (ids, positions) -> float32 logits, which runs the model's head, or `head`, on `output`."""
     import torch
 
@@ -104,11 +111,11 @@ def _logits(model: Any, decoder: Any, output: Any, head: Any = None) -> Iterator
 
     forward = unwrapped_forward(model)
     own = model.get_output_embeddings()
-    on_the_host = torch.nn.Module()
-    on_the_host.forward = lambda x: head(x.cpu()).to(x.device)
     decoder.forward = lambda *_, **__: output
     try:
         if head is not None:
+            on_the_host = torch.nn.Module()
+            on_the_host.forward = lambda x: head(x.cpu()).to(x.device)
             model.set_output_embeddings(on_the_host)
         yield lambda ids, these: forward(input_ids=ids, use_cache=False, logits_to_keep=these).logits.float()
     finally:

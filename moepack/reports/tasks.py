@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError, MissingExtraError, NotFiniteError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
@@ -13,6 +13,10 @@ from moepack.shared.opening import check, load_model, locate
 from moepack.shared.progress import Reporter
 
 from .scoring import products
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import Tensor
 
 
 def run_tasks(
@@ -25,7 +29,7 @@ def run_tasks(
     folder: Path | None = None,
     chat: bool = False,
     reporter: Reporter | None = None,
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[str, object]]:
     """Score a bundle or a checkpoint on tasks.
 
     Args:
@@ -57,8 +61,8 @@ def run_tasks(
     from moepack.runtime.checked_logits import NO_LOGITS, finite_rows
 
     class Asked(HFLM):  # type: ignore[misc]
-        def _model_call(self, *args: Any, **given: Any) -> Any:
-            logits = super()._model_call(*args, **given)
+        def _model_call(self, *args: object, **given: object) -> Tensor:
+            logits: Tensor = super()._model_call(*args, **given)
             if not bool(finite_rows(logits).all()):
                 raise NotFiniteError(str(path), NO_LOGITS)
             return logits
@@ -105,7 +109,7 @@ def run_tasks(
     return {name: {k: v for k, v in row.items() if k != "alias"} for name, row in found["results"].items()}
 
 
-def render(results: dict[str, dict[str, Any]], title: str) -> Any:
+def render(results: dict[str, dict[str, object]], title: str) -> Table:
     """Make a table with a row for each metric."""
     from rich.table import Table
 

@@ -14,6 +14,8 @@ from moepack.pack.spec import Version, lossless
 from moepack.shared.progress import Reporter
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.stream import StreamedModel
     from moepack.pack.dense import DenseTensors
@@ -147,7 +149,7 @@ def _compare_companions(bundle: Bundle, checkpoint: Path) -> list[Problem]:
     return sorted(problems, key=lambda problem: problem.location)
 
 
-def _meaning(file: Path) -> Any:
+def _meaning(file: Path) -> object:
     """What a copied file holds: of JSON its values, without those that say how it was saved."""
     data = file.read_bytes()
     try:
@@ -160,9 +162,9 @@ def _meaning(file: Path) -> Any:
 _Path = tuple[str, ...]  # the names that lead to a configuration's value
 
 
-def _settings(config: dict[str, Any], within: _Path = ()) -> dict[_Path, Any]:
+def _settings(config: dict[str, object], within: _Path = ()) -> dict[_Path, object]:
     """A configuration's values by their path, without those that say how it was saved."""
-    out: dict[_Path, Any] = {}
+    out: dict[_Path, object] = {}
     for name, value in config.items():
         if name in _BOOKKEEPING:
             continue
@@ -231,7 +233,7 @@ def _compare_codes(
 
 
 def _compare_dense_codes(
-    bundle: Bundle, version: Version, module: str, bias: Any, stream: StreamedModel
+    bundle: Bundle, version: Version, module: str, bias: Tensor | None, stream: StreamedModel
 ) -> list[Problem]:
     """Compare a dense matrix' extent, byte for byte, with that which the checkpoint's codes and scales make."""
     import numpy as np
@@ -250,7 +252,7 @@ def _compare_dense_codes(
     return [Problem(bundle.dense_matrix(version.name, module).where, "bits", "differs from the checkpoint's codes")]
 
 
-def _compare_matrix(bundle: Bundle, version: Version, module: str, part: str, tensor: Any) -> list[Problem]:
+def _compare_matrix(bundle: Bundle, version: Version, module: str, part: str, tensor: Tensor) -> list[Problem]:
     import torch
 
     values = bundle.dense_matrix(version.name, module)
@@ -263,7 +265,7 @@ def _compare_matrix(bundle: Bundle, version: Version, module: str, part: str, te
     return [Problem(values.where, "bits", f"{part} differs from the checkpoint")]
 
 
-def _compare(dense: DenseTensors, location: str, name: str, tensor: Any) -> list[Problem]:
+def _compare(dense: DenseTensors, location: str, name: str, tensor: Tensor) -> list[Problem]:
     if name not in dense:
         return [Problem(location, "missing", f"has no tensor {name}, which the checkpoint has")]
     if _same(dense.torch(name), tensor):
@@ -271,7 +273,7 @@ def _compare(dense: DenseTensors, location: str, name: str, tensor: Any) -> list
     return [Problem(location, "bits", f"tensor {name} differs from the checkpoint")]
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _same(ours: Tensor, theirs: Tensor) -> bool:
     """Whether two tensors are the same bit for bit."""
     import torch
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from moepack.pack.errors import InputError, in_a_line
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
@@ -22,6 +22,12 @@ from moepack.shared.opening import read_template
 from .options import UNLIMITED, Limits, Options
 
 if TYPE_CHECKING:
+    import uvicorn
+    from starlette.types import ASGIApp
+    from transformers import PreTrainedTokenizerBase
+
+    from moepack.runtime.served_model import ServedModel
+
     from .http.app import Server
 
 KEY = "MOEPACK_API_KEY"
@@ -167,7 +173,7 @@ def opened(asked: Serve, options: Options, report: Callable[[int, int], None] | 
         yield server
 
 
-def _load(asked: Serve, report: Callable[[int, int], None] | None) -> tuple[Any, Any]:
+def _load(asked: Serve, report: Callable[[int, int], None] | None) -> tuple[ServedModel, PreTrainedTokenizerBase]:
     from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
@@ -211,7 +217,26 @@ def shown(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def run(server: Any, listener: socket.socket, asked: Serve, ready: Callable[[Any], None]) -> None:
+class Application(Protocol):
+    """What `run` serves."""
+
+    @property
+    def app(self) -> ASGIApp:
+        """The application."""
+
+    def start(self) -> None:
+        """Begin to answer, on the event loop."""
+
+    def stop(self) -> None:
+        """Refuse new requests."""
+
+    def close(self) -> None:
+        """Release what is held."""
+
+
+async def run(
+    server: Application, listener: socket.socket, asked: Serve, ready: Callable[[uvicorn.Server], None]
+) -> None:
     """Answer on `listener` until uvicorn stops; running requests finish. `ready` receives uvicorn once it answers."""
     import uvicorn
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class ApiError(Exception):
     """A refused request: HTTP status, message with the remedy, field (`messages[0].content`), code for programs."""
@@ -15,13 +13,13 @@ class ApiError(Exception):
         self.param = param
         self.code = code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The error as JSON."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def anthropic(self) -> dict[str, Any]:
+    def anthropic(self) -> dict[str, object]:
         """The error as JSON in Anthropic's shape."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
         kinds |= {413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}

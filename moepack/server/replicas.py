@@ -18,13 +18,19 @@ import secrets
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.planning.options import AUTO
 from moepack.shared.cluster import connect
 
 from .command import COMPILED, SIGNALS, Serve, listening, opened, options_of, prepare, run, shown
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.responses import JSONResponse
+    from starlette.types import Message, Receive, Scope, Send
 
 BEGINNING = 64  # characters at a prompt's beginning that choose its replica
 PREFIXES = 512  # beginnings that a replica remembers; the oldest are dropped first
@@ -66,7 +72,7 @@ class Replica:
 
         return load_of(self._server.scheduler)
 
-    async def answer(self, scope: dict[str, Any], raw: bytes) -> AsyncIterator[dict[str, Any]]:
+    async def answer(self, scope: Scope, raw: bytes) -> AsyncIterator[Message]:
         """Yield the ASGI messages of a request's answer; cancel the request when the caller stops reading."""
         from ray import serve as ray_serve
 
@@ -75,11 +81,11 @@ class Replica:
             self._server.start()
         if key := ray_serve.get_multiplexed_model_id():
             await self._known(key)  # type: ignore[attr-defined]  # _deploy adds `_known`
-        said: asyncio.Queue[Any] = asyncio.Queue()
+        said: asyncio.Queue[Message | None] = asyncio.Queue()
         unread = [{"type": "http.request", "body": raw, "more_body": False}]
         gone = asyncio.Event()
 
-        async def receive() -> dict[str, Any]:
+        async def receive() -> Message:
             if unread:
                 return unread.pop()
             await gone.wait()
@@ -119,7 +125,7 @@ class Door:
         self._options = options_of(asked)
         self.app = Guard(self._relay, self._options.keys, asked.host)
         self._stopping = False
-        self._opened: asyncio.Future[tuple[Any, int]] = asyncio.get_event_loop().create_future()
+        self._opened: asyncio.Future[tuple[uvicorn.Server, int]] = asyncio.get_event_loop().create_future()
         self._closed: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
     # --- called through Ray
@@ -161,7 +167,7 @@ class Door:
 
     # --- requests
 
-    async def _relay(self, scope: Any, receive: Any, send: Any) -> None:
+    async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         from ray import serve as ray_serve
         from starlette.requests import Request
 
@@ -211,13 +217,13 @@ class Door:
             await refusal(ApiError(503, why, None, "unavailable"), scope["path"])(scope, receive, send)
 
 
-def _loads(replicas: list[dict[str, int]]) -> Any:
+def _loads(replicas: list[dict[str, int]]) -> JSONResponse:
     """The answer to /load: the sums, and each replica's own numbers."""
     from starlette.responses import JSONResponse
 
     from .about.info import FRESH
 
-    sums: dict[str, Any] = {name: sum(one[name] for one in replicas) for name in replicas[0]}
+    sums: dict[str, object] = {name: sum(one[name] for one in replicas) for name in replicas[0]}
     return JSONResponse({**sums, "replicas": replicas}, headers=FRESH)
 
 
@@ -238,7 +244,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
     ray, started = connect(asked.address, num_cpus=cpus)
     name = f"moepack-{secrets.token_hex(4)}"
     stopped = threading.Event()
-    before: dict[Any, Any] = {}
+    before: dict[int, signal.Handlers | Callable[[int, FrameType | None], object] | int | None] = {}
     with contextlib.ExitStack() as undo:
         undo.callback(lambda: [signal.signal(number, handler) for number, handler in before.items()])
         if started:
@@ -262,7 +268,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         ray.get(door.end.remote())
 
 
-def _deploy(ray: Any, ray_serve: Any, asked: Serve, name: str) -> None:
+def _deploy(ray: ModuleType, ray_serve: ModuleType, asked: Serve, name: str) -> None:
     """Start the replicas and wait until they are loaded."""
     from ray.serve.config import RequestRouterConfig
 

@@ -6,12 +6,12 @@ import logging
 import os
 import re
 import socket
-from typing import Any
+from types import ModuleType
 
 from moepack.pack.errors import InputError, MissingExtraError
 
 
-def connect(address: str | None, **local: Any) -> tuple[Any, bool]:
+def connect(address: str | None, **local: object) -> tuple[ModuleType, bool]:
     """Connect; return the ray module, and whether this call initialised it (then the caller shuts it down).
 
     Args:

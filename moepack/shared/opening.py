@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import MANIFEST
 from moepack.runtime.planning.options import LoadOptions
+
+if TYPE_CHECKING:
+    pass
 
 
 class Source(NamedTuple):

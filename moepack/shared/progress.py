@@ -6,9 +6,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .memory import peak_memory
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 
 class Reporter:
@@ -59,7 +62,7 @@ class _RichReporter(Reporter):
         self._console = Console(stderr=True)
         self.bars = Progress(*columns, console=self._console, refresh_per_second=4)
         self._outer: Any = None
-        self._inner: Any = None
+        self._inner: TaskID | None = None
         self._steps = 0
         self._name = ""
         self._began = 0.0

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..encodings.base import Version
+from ..encodings.base import Stored, Version
 from ..sections import BLOCK_ROWS, Matrix, Section
 from .bits import Bf16Bits, Buffer, Codes, bf16_to_float32, from_blocks, join_planes, split_planes, to_blocks
 
@@ -58,7 +58,7 @@ class AffineMatrix:
         return out
 
 
-def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Any]) -> Buffer:
+def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Stored]) -> Buffer:
     """The extent of one expert, padding included, uint8. `values`: an AffineMatrix or ReleasedMatrix for each."""
     out = np.zeros(version.resident_size(matrices), np.uint8)
     for m, v in zip(matrices, values, strict=True):

@@ -54,7 +54,7 @@ def check_affine(matrices: Sequence[Matrix], version: Version, extent: Buffer) -
 
 
 # By dtype of a number: the bits that tell whether it is finite, and their value where it is not.
-_NOT_FINITE: dict[str, tuple[Any, int]] = {
+_NOT_FINITE: dict[str, tuple[np.unsignedinteger[Any], int]] = {
     "BF16": (np.uint16(0x7F80), 0x7F80),
     "F16": (np.uint16(0x7C00), 0x7C00),
     "F32": (np.uint32(0x7F800000), 0x7F800000),

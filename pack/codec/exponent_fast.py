@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ from .exponent import (
     parse,
 )
 
+T = TypeVar("T")
+R = TypeVar("R")
 # Messages for the error numbers that the loops add to 8 * tile.
 _REASONS = ("", "mode or size", "lane lengths", "patches", "code words")
 _GUARD = 9 * TILE // LANES // 32 + 2  # words a lane of a damaged tile could read past the end of the stream
@@ -179,7 +181,7 @@ def decode_parsed(loops: ModuleType, coded: CodedMatrix, out: Bf16Bits | Codes, 
             raise CodecError(f"tile {status // 8}: bad {_REASONS[status % 8]}")
 
 
-def _map(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Apply `function` to every item, on threads if there are several."""
     return [function(items[0])] if len(items) == 1 else list(_pool().map(function, items))
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import isa
 from .bits import Bf16Bits, Buffer, Codes
@@ -46,16 +46,16 @@ level = 0  # set by `use_level`
 use_level()
 
 
-def _at(array: np.ndarray[Any, Any]) -> int:
+def _at(array: npt.NDArray[np.generic]) -> int:
     return int(array.ctypes.data)
 
 
-def count(bits: Bf16Bits | Codes, counts: np.ndarray[Any, Any]) -> None:
+def count(bits: Bf16Bits | Codes, counts: npt.NDArray[np.generic]) -> None:
     """Add how often each exponent occurs in `exponent.sample(bits)` to counts, int64 [256]."""
     _library.moepack_exponent_sample(_at(bits), bits.itemsize, bits.size, _at(counts))
 
 
-def encode(bits: Bf16Bits | Codes, entry: Bf16Bits, fill: int, *to: np.ndarray[Any, Any]) -> None:
+def encode(bits: Bf16Bits | Codes, entry: Bf16Bits, fill: int, *to: npt.NDArray[np.generic]) -> None:
     """Encode weights to the arrays `to`: stream words, their ends by tile, the patches' ends by tile, patches, plane.
 
     entry[exponent] is escape << 12 | code word << 4 | length.
@@ -63,7 +63,7 @@ def encode(bits: Bf16Bits | Codes, entry: Bf16Bits, fill: int, *to: np.ndarray[A
     _library.moepack_exponent_encode(_at(bits), bits.itemsize, bits.size, _at(entry), int(fill), *map(_at, to))
 
 
-def decode(parts: Sequence[np.ndarray[Any, Any]], out: Bf16Bits | Codes, first_tile: int, last_tile: int) -> int:
+def decode(parts: Sequence[npt.NDArray[np.generic]], out: Bf16Bits | Codes, first_tile: int, last_tile: int) -> int:
     """Decode tiles first_tile up to last_tile into `out`; returns 0, or 8 * tile + the number of an error.
 
     `parts` are the table's lengths and exponents, tile starts, patch starts, patches, stream and plane.
@@ -75,11 +75,11 @@ def decode(parts: Sequence[np.ndarray[Any, Any]], out: Bf16Bits | Codes, first_t
 class Opened:
     """A coded matrix whose header and offsets were checked once, to be decoded in parts."""
 
-    def __init__(self, data: Buffer, room: np.ndarray[Any, Any]) -> None:
+    def __init__(self, data: Buffer, room: npt.NDArray[np.int64]) -> None:
         # kept, as C holds pointers into them
         self._data = data
         self._room = room
-        self.address = _at(room)  # the first argument of the function at `part_address`
+        self.address = _at(room)
 
     def decode(self) -> int:
         """Decode the whole matrix on this thread; returns 0, or 8 * tile + the number of an error."""
@@ -97,8 +97,3 @@ def open_coded(data: Buffer, weights: int, out: int) -> Opened | None:
     if _at(data) % 4 or _library.moepack_exponent_open(_at(data), len(data), weights, out, _at(room)):
         return None
     return Opened(data, room)
-
-
-def part_address() -> int:
-    """The address of the function that decodes tiles of an opened matrix: (address, first tile, last tile)."""
-    return int(ctypes.cast(_library.moepack_exponent_part, _pointer).value or 0)

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from ..encodings.base import Rotation, Version
 
+Rows = Any  # a NumPy array or a torch tensor, [..., cols]
+
 
 @lru_cache(maxsize=64)
 def signs(cols: int, seed: int) -> npt.NDArray[np.float32]:
@@ -31,7 +33,7 @@ def norm(block: int) -> float:
     return float(1 / np.sqrt(block))
 
 
-def rotate(x: Any, rotation: Rotation, back: bool = False) -> Any:
+def rotate(x: Rows, rotation: Rotation, back: bool = False) -> Rows:
     """Rotate the rows of x [..., cols], or turn rotated ones `back`; a new array, float32 as x.
 
     `x` is a NumPy array or a torch tensor, contiguous: inputs, or weights, of which W x = rotate(W) rotate(x).
@@ -39,7 +41,7 @@ def rotate(x: Any, rotation: Rotation, back: bool = False) -> Any:
     """
     if x.shape[-1] % rotation.block:
         raise ValueError(f"{x.shape[-1]} columns are not whole blocks of {rotation.block}")
-    sign: Any = signs(x.shape[-1], rotation.seed)
+    sign: Rows = signs(x.shape[-1], rotation.seed)
     if not isinstance(x, np.ndarray):
         import torch
 
@@ -60,6 +62,6 @@ def rotate(x: Any, rotation: Rotation, back: bool = False) -> Any:
     return out
 
 
-def turned_back(version: Version, matrix: int, stored: Any) -> Any:
+def turned_back(version: Version, matrix: int, stored: Rows) -> Rows:
     """The weights [rows, cols] that multiply plain inputs, of those that `version.at(matrix).dequantise` gave."""
     return rotate(stored, version.rotation, back=True) if matrix == 1 and version.rotation is not None else stored

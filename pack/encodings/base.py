@@ -6,6 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import Kind
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 Part = tuple[str, tuple[int, ...], int]  # a section that has no offset yet: kind, shape, bytes of an element
 BLOCKS = (16, 32, 64, 128, 256)  # columns that a rotation may mix: few enough for a first cache
 SEEDS = 1 << 32
+Stored = Any  # a matrix as a codec has it: an AffineMatrix, a ReleasedMatrix or a LosslessMatrix
 SCALE_BITS = (16, 8)  # of a scale that a quantiser makes: BF16, or a byte (FORMAT.md, "Scales of a byte")
 
 
@@ -107,7 +109,7 @@ class Version(ABC):
             raise ValueError(f"this moepack does not know this form of {made.name}")
         return made
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, object]:
         """The version's record in the manifest."""
         found = {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
         if self.rotation is not None:
@@ -152,7 +154,7 @@ class Version(ABC):
 
     @abstractmethod
     def encode(
-        self, matrices: Sequence[Matrix], values: Sequence[Any], threads: int | None = None
+        self, matrices: Sequence[Matrix], values: Sequence[Stored], threads: int | None = None
     ) -> tuple[Buffer, int]:
         """The extent of an expert, padding included, and its payload in bytes.
 
@@ -160,14 +162,14 @@ class Version(ABC):
         """
 
     @abstractmethod
-    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[Any]:
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[Stored]:
         """The matrices of a stored extent, each with `bias`: BF16 bits [rows] or None.
 
         Raises CodecError where the extent is not well formed.
         """
 
     @abstractmethod
-    def dequantise(self, value: Any) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
+    def dequantise(self, value: Stored) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
         """The reference for every kernel: the weights [rows, cols] of a matrix that `decode` gave, as stored.
 
         Values are exact: float32, or the bits of BF16 (uint16) where BF16 holds them. Those of a rotated matrix are to
@@ -205,7 +207,7 @@ class Version(ABC):
 KNOWN: tuple[Version, ...] = ()  # from the most to the least precise; without group sizes
 
 
-def codec(name: str) -> Any:
+def codec(name: str) -> ModuleType:
     """Import a module of codec/ when it is first needed, so that naming a version needs no NumPy."""
     return importlib.import_module(f"moepack.pack.codec.{name}")
 

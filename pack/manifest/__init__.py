@@ -135,6 +135,6 @@ class Manifest:
         return canonical(document)
 
 
-def canonical(document: Any) -> bytes:
+def canonical(document: object) -> bytes:
     """The canonical bytes of a document, as FORMAT.md defines them."""
     return (json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode()

@@ -11,7 +11,6 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from .. import manifest, spec
 from ..encodings.base import SEEDS
@@ -23,6 +22,7 @@ _HEX = re.compile(r"[0-9a-f]{64}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 _LINE = re.compile(r".+")
+Json = object  # a value of the document; `Checker` finds its type
 
 
 class Checker:
@@ -35,36 +35,36 @@ class Checker:
         """Note a problem."""
         self.problems.append(Problem(f"{manifest.MANIFEST}: {where}", kind, message))
 
-    def integer(self, where: str, value: Any, low: int, high: int) -> int:
+    def integer(self, where: str, value: Json, low: int, high: int) -> int:
         """Check an integer within bounds; return the lower bound for any other value."""
         if type(value) is int and low <= value <= high:
             return value
         self.wrong(where, "range", f"not an integer from {low} to {high}: {show(value)}")
         return low
 
-    def text(self, where: str, value: Any, allowed: Sequence[str] | None = None) -> str:
+    def text(self, where: str, value: Json, allowed: Sequence[str] | None = None) -> str:
         """Check a string, one of `allowed` if given; return a default for any other value."""
         if isinstance(value, str) and (allowed is None or value in allowed):
             return value
         self.wrong(where, "value", f"not {'one of ' + ', '.join(allowed) if allowed else 'a string'}: {show(value)}")
         return allowed[0] if allowed else ""
 
-    def matching(self, where: str, value: Any, pattern: re.Pattern[str], what: str) -> str:
+    def matching(self, where: str, value: Json, pattern: re.Pattern[str], what: str) -> str:
         """Check a printable string that the whole pattern matches; return an empty string for any other value."""
         short = isinstance(value, str) and len(value) <= manifest.MAX_PATH
-        if short and value.isprintable() and pattern.fullmatch(value):
-            return str(value)
+        if isinstance(value, str) and short and value.isprintable() and pattern.fullmatch(value):
+            return value
         self.wrong(where, "text", f"not {what}: {show(value)}")
         return ""
 
-    def items(self, where: str, value: Any, most: int) -> list[Any]:
+    def items(self, where: str, value: Json, most: int) -> list[Json]:
         """Check a list of at most `most` items; return an empty list for any other value."""
         if isinstance(value, list) and len(value) <= most:
             return value
         self.wrong(where, "type", f"not a list of at most {most}: {show(value)}")
         return []
 
-    def object(self, where: str, value: Any, keys: Sequence[str] | None = None) -> dict[str, Any]:
+    def object(self, where: str, value: Json, keys: Sequence[str] | None = None) -> dict[str, Json]:
         """Check an object, with exactly these keys if given; return an empty object for any other type."""
         if not isinstance(value, dict):
             self.wrong(where, "type", f"not an object: {show(value)}")
@@ -74,7 +74,7 @@ class Checker:
         return value
 
 
-def show(value: Any) -> str:
+def show(value: Json) -> str:
     """A value for a message: its JSON, cut to 200 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 200 else text[:197] + "..."
@@ -123,7 +123,7 @@ def parse_manifest(data: bytes) -> Manifest:
     return replace(found, model=model, provenance=provenance, allocation=allocation)
 
 
-def _model(check: Checker, value: Any, layers: Sequence[ExpertLayer], dense: Sequence[DenseMatrix]) -> dict[str, Any]:
+def _model(check: Checker, value: Json, layers: Sequence[ExpertLayer], dense: Sequence[DenseMatrix]) -> dict[str, Json]:
     model = check.object("model", value)
     for key in ("model_type", "architecture"):
         check.matching(f"model.{key}", model.get(key), _NAME, "a name of letters, digits, '.', '_' and '-'")
@@ -136,7 +136,7 @@ def _model(check: Checker, value: Any, layers: Sequence[ExpertLayer], dense: Seq
     return model
 
 
-def _layers(check: Checker, value: Any) -> tuple[ExpertLayer, ...]:
+def _layers(check: Checker, value: Json) -> tuple[ExpertLayer, ...]:
     out: list[ExpertLayer] = []
     modules: set[str] = set()
     for i, item in enumerate(check.items("layers", value, spec.MAX_LAYERS)):
@@ -178,7 +178,7 @@ def _shapes(first: Matrix, down: Matrix) -> str:
     return ""
 
 
-def _dense(check: Checker, value: Any) -> tuple[tuple[DenseMatrix, ...], tuple[Version, ...]]:
+def _dense(check: Checker, value: Json) -> tuple[tuple[DenseMatrix, ...], tuple[Version, ...]]:
     document = check.object("dense", value, ["matrices", "versions"])
     out: list[DenseMatrix] = []
     modules: set[str] = set()
@@ -209,7 +209,7 @@ def _order(layer: int | None) -> int:
     return spec.MAX_LAYERS if layer is None else layer
 
 
-def _matrix(check: Checker, at: str, item: Mapping[str, Any], name: str) -> Matrix:
+def _matrix(check: Checker, at: str, item: Mapping[str, Json], name: str) -> Matrix:
     if not isinstance(item.get("bias"), bool):
         check.wrong(f"{at}.bias", "type", "not true or false")
     rows = check.integer(f"{at}.rows", item.get("rows"), 1, spec.MAX_DIM)
@@ -218,7 +218,7 @@ def _matrix(check: Checker, at: str, item: Mapping[str, Any], name: str) -> Matr
 
 
 def _versions(
-    check: Checker, where: str, value: Any, known: Sequence[str], may_rotate: Sequence[ExpertLayer] = ()
+    check: Checker, where: str, value: Json, known: Sequence[str], may_rotate: Sequence[ExpertLayer] = ()
 ) -> tuple[Version, ...]:
     """Check a list of versions; those of the layers `may_rotate` may have `rotation` and `scale_bits`."""
     out: list[Version] = []
@@ -247,7 +247,7 @@ def _versions(
     return tuple(out)
 
 
-def _rotation(check: Checker, at: str, value: Any, layers: Sequence[ExpertLayer]) -> Rotation:
+def _rotation(check: Checker, at: str, value: Json, layers: Sequence[ExpertLayer]) -> Rotation:
     """Check a version's rotation against every layer's `down`; return one for a wrong one, too."""
     item = check.object(at, value, ["block", "seed"])
     block = item.get("block")
@@ -279,7 +279,7 @@ def _safe_part(part: str) -> bool:
     return 0 < len(part.encode(errors="replace")) <= manifest.MAX_NAME and part[0] not in ". " and part[-1] not in ". "
 
 
-def _files(check: Checker, value: Any) -> tuple[dict[str, FileEntry], dict[str, ExpertFileEntry]]:
+def _files(check: Checker, value: Json) -> tuple[dict[str, FileEntry], dict[str, ExpertFileEntry]]:
     files: dict[str, FileEntry] = {}
     expert_files: dict[str, ExpertFileEntry] = {}
     for path, item in check.object("files", value).items():
@@ -348,7 +348,7 @@ def _sizes(layer: ExpertLayer | DenseLayer, version: Version) -> tuple[int, int]
     return (sum(s[0] for s in each), sum(s[1] for s in each)) if each else None
 
 
-def _allocation(check: Checker, value: Any, found: Manifest) -> Allocation | None:
+def _allocation(check: Checker, value: Json, found: Manifest) -> Allocation | None:
     if value is None:
         return None
     item = check.object("allocation", value)
@@ -370,7 +370,7 @@ def _allocation(check: Checker, value: Any, found: Manifest) -> Allocation | Non
     return Allocation(check.matching("allocation.name", item.get("name"), _LINE, what), tuple(out), chosen)
 
 
-def _chosen(check: Checker, at: str, value: Any, count: int, names: Sequence[str]) -> tuple[str, ...]:
+def _chosen(check: Checker, at: str, value: Json, count: int, names: Sequence[str]) -> tuple[str, ...]:
     """Check a list that names a version for each of `count` experts or matrices."""
     row = check.items(at, value, count)
     if len(row) != count:

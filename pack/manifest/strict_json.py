@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from typing import Any, NoReturn
+
+JsonObject = dict[str, Any]  # an object of JSON or YAML, its values not checked
 
 
 def loads(data: bytes) -> Any:
@@ -20,7 +22,7 @@ def loads(data: bytes) -> Any:
         raise ValueError("nested too deeply") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     out = dict(pairs)
     if len(out) != len(pairs):
         [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
@@ -28,5 +30,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _refuse_float(text: str) -> Any:
+def _refuse_float(text: str) -> NoReturn:
     raise ValueError(f"the number {text[:40]} is not an integer")

@@ -21,6 +21,7 @@ from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, Matri
 from .linears import in_place_of, learns, most_tokens
 from .values import Changed
 
+Attention = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers has such functions by name
 CLOSE = 2.0**-6  # the greatest difference allowed between two results, as a share of their greatest number
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 SDPA = "transformers.integrations.sdpa_attention"
@@ -29,15 +30,15 @@ SDPA = "transformers.integrations.sdpa_attention"
 class _Names:
     """A namespace `of` functions, some of which are replaced."""
 
-    def __init__(self, of: Any, **replaced: Any) -> None:
+    def __init__(self, of: Any, **replaced: object) -> None:
         self._of = of
         self.__dict__.update(replaced)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._of, name)
 
 
-def _with_name(function: types.FunctionType, name: str, value: Any) -> types.FunctionType:
+def _with_name(function: types.FunctionType, name: str, value: object) -> types.FunctionType:
     """Copy a function with one of its global names replaced; a decorated function is replaced inside its decorators."""
     names = {**function.__globals__, name: value}
     cells = function.__closure__
@@ -102,7 +103,7 @@ def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
     return linear
 
 
-def _agree(module: nn.Module, own: Callable[..., Any], most: int) -> bool:
+def _agree(module: nn.Module, own: Callable[..., object], most: int) -> bool:
     """Whether a router gives the same numbers with the forward `own`, except for rounding; choices follow from them.
 
     It is tried on one token, and on the most that the kernels multiply.
@@ -116,7 +117,7 @@ def _agree(module: nn.Module, own: Callable[..., Any], most: int) -> bool:
         return False
 
 
-def _near(wanted: Any, got: Any) -> bool:
+def _near(wanted: object, got: object) -> bool:
     """Whether two results of a router have tensors of the same shapes, and the first floats differ by rounding."""
     wanted, got = (found if isinstance(found, tuple) else (found,) for found in (wanted, got))
     pairs = [(a, b) for a, b in zip(wanted, got, strict=False) if isinstance(a, Tensor)]
@@ -129,15 +130,15 @@ def _near(wanted: Any, got: Any) -> bool:
 class _Registry(_Names):
     """transformers' table of attention functions, in which its own "sdpa" uses the kernel for one new token."""
 
-    def get_interface(self, name: str, default: Any) -> Any:
+    def get_interface(self, name: str, default: Attention) -> Attention:
         """Return an attention function by name, as transformers' own table does."""
         return _served(self._of.get_interface(name, default))
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> Attention:
         return _served(self._of[name])
 
 
-def _served(found: Any) -> Any:
+def _served(found: Attention) -> Attention:
     """Return the function in whose place the kernel runs; any other than transformers' own "sdpa" stays as it is."""
     return _one_token(found) if getattr(found, "__module__", "") == SDPA else found
 
@@ -146,12 +147,12 @@ SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options tha
 
 
 @functools.cache
-def _one_token(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _one_token(plain: Attention) -> Attention:
     """Return an attention function that runs the kernel for one new token without a mask, and `plain` otherwise."""
 
     def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-    ) -> Any:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         if (
             query.shape[2] == 1
             and attention_mask is None

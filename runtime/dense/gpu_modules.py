@@ -24,7 +24,7 @@ from moepack.runtime.kernels.routing_triton import Routing, choose, fits, route
 from moepack.runtime.kernels.step_triton import FORMS, HeadNorm, norm
 from moepack.runtime.step.context import step_of
 
-from .linears import in_place_of, learns
+from .linears import FamilyModule, in_place_of, learns
 from .norms import replace_norms, trials
 from .values import Changed, ReadValues
 
@@ -52,10 +52,10 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
     return replace_norms(model, FLOATS, _norms, _norm_form, _served_norm)
 
 
-def _served_norm(kind: Any, form: str, epsilon: float) -> type[nn.Module]:
+def _served_norm(kind: type[nn.Module], form: str, epsilon: float) -> type[nn.Module]:
     plain = kind.forward
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: FamilyModule, x: Tensor) -> Tensor:
         weight = self.weight
         if torch.compiler.is_compiling() or x.dtype != weight.dtype or not x.numel() or learns(x, weight):
             made: Tensor = plain(self, x)
@@ -68,7 +68,7 @@ def _served_norm(kind: Any, form: str, epsilon: float) -> type[nn.Module]:
     return made
 
 
-def _norm_form(module: Any, epsilon: float) -> str | None:
+def _norm_form(module: FamilyModule, epsilon: float) -> str | None:
     """The kernel's form that agrees with the module on random weights and rows; `None` if no form does."""
     try:
         with current(module.weight.device):
@@ -99,7 +99,7 @@ class _Router:
     logits: torch.dtype  # of the logits and gates that the router returns
     gates: torch.dtype
 
-    def linear(self, module: Any, x: Tensor) -> Tensor:
+    def linear(self, module: FamilyModule, x: Tensor) -> Tensor:
         """Compute logits, [tokens, experts]."""
         weight = module.weight
         bias = getattr(module, "bias", None)
@@ -139,7 +139,7 @@ def serve_routers(model: nn.Module, layers: Sequence[ExpertLayer]) -> dict[str, 
     return changed.done()
 
 
-def _candidates(module: Any, experts: int) -> Iterator[_Router]:
+def _candidates(module: FamilyModule, experts: int) -> Iterator[_Router]:
     groups = next(
         (g for n in ("num_group", "n_group", "num_groups") if isinstance(g := getattr(module, n, None), int)), 1
     )
@@ -167,14 +167,14 @@ def _candidates(module: Any, experts: int) -> Iterator[_Router]:
 class _Trial:
     """What a router with random weights makes of random tokens."""
 
-    module: Any
+    module: FamilyModule
     x: Tensor
     logits: Tensor
     gates: Tensor
     index: Tensor
 
     @staticmethod
-    def of(module: Any) -> _Trial | None:
+    def of(module: FamilyModule) -> _Trial | None:
         """Run a copy of a router; `None` if it is not understood."""
         generator = torch.Generator().manual_seed(0)
         try:
@@ -228,10 +228,10 @@ def _near(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= CLOSE * b.float().abs().max())
 
 
-def _served_router(kind: Any, router: _Router, of: Callable[[], Any]) -> type[nn.Module]:
+def _served_router(kind: type[nn.Module], router: _Router, of: Callable[[], nn.Module | None]) -> type[nn.Module]:
     plain = kind.forward
 
-    def forward(self: Any, x: Tensor) -> Any:
+    def forward(self: FamilyModule, x: Tensor) -> object:
         experts: Any = getattr(of(), "_moepack", None)
         step = None if experts is None else step_of(experts.model)
         tokens = x.numel() // x.shape[-1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,14 @@ from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.step_triton import rotate
 from moepack.runtime.step.context import PackedCache
 
-from .borrowed import SPECIAL
+from .borrowed import SPECIAL, Attention
 from .gpu_modules import FLOATS, described
-from .linears import learns
+from .linears import FamilyModule, learns
 from .packed import PackedLinear, joined
 from .projections import MAPS, NORMS, serve_projections
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 
 class GpuPlace:
@@ -35,7 +38,9 @@ class GpuPlace:
     angles = 0  # numbers of a token's rotation with which the module was tried
     writes_static = True  # the launch writes keys and values of one token into a static cache
 
-    def __init__(self, module: Any, modules: dict[str, Any], norms: Any, shared: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: FamilyModule, modules: dict[str, FamilyModule], norms: Any, shared: bool, dtype: torch.dtype
+    ) -> None:
         """Move the maps' weights into one matrix, of which their modules keep their rows."""
         maps = [modules[name] for name in MAPS]
         self.most = sys.maxsize
@@ -54,7 +59,7 @@ class GpuPlace:
         if _has_any_global_hook():
             return False
         for name, of in self._modules.items():
-            m: Any = module._modules[name]
+            m: FamilyModule = module._modules[name]
             if m is not of or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
                 return False
             weight = _weight_of(m)
@@ -64,7 +69,9 @@ class GpuPlace:
                 return False
         return True
 
-    def run(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Any, number: int, others: Any) -> tuple[Tensor, ...]:
+    def run(
+        self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Cache | None, number: int, others: dict[str, object]
+    ) -> tuple[Tensor, ...]:
         """Return queries, keys and values of `x`; these two are all that layer `number` of the cache then holds."""
         batch, tokens = x.shape[:2]
         made = self._map(x.view(batch * tokens, -1))
@@ -93,7 +100,7 @@ class GpuPlace:
             mask._moepack_added = made  # type: ignore[attr-defined]
         return made
 
-    def attention(self, plain: Any, cache: Any, number: int) -> Any:
+    def attention(self, plain: Attention, cache: object, number: int) -> Attention:
         """Return the function that computes attention: over a static cache, the kernel's where it takes the case."""
         layer = _static(cache, number, self.dtype)
         return plain if layer is None else functools.partial(_one_token, plain, layer.cumulative_length)
@@ -103,15 +110,15 @@ class GpuPlace:
 
 
 def _one_token(
-    plain: Any,
+    plain: Attention,
     length: Tensor,
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
     **named: Any,
-) -> Any:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of one new token of each sequence over all that a static cache holds."""
     special = any(named.get(name) is not None for name in (*SPECIAL, "sliding_window"))
     if special or named.get("dropout") or not takes(query, key, value, mask):
@@ -126,7 +133,7 @@ def _weight_of(module: nn.Module) -> Any:
     return module.packed if isinstance(module, PackedLinear) else module._parameters.get("weight")
 
 
-def _joined(maps: list[Any]) -> Callable[[Tensor], Tensor]:
+def _joined(maps: list[FamilyModule]) -> Callable[[Tensor], Tensor]:
     """One product in place of the maps' own, over their weights in one matrix."""
     if isinstance(maps[0], PackedLinear):
         whole = joined(maps)
@@ -136,7 +143,7 @@ def _joined(maps: list[Any]) -> Callable[[Tensor], Tensor]:
     return lambda x: nn.functional.linear(x, weight, bias)
 
 
-def _one(parts: list[Any]) -> Tensor:
+def _one(parts: list[Tensor]) -> Tensor:
     """Return the parts one below the other, in one tensor, of which they become views."""
     whole = torch.cat([p.detach() for p in parts])
     for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
@@ -144,7 +151,7 @@ def _one(parts: list[Any]) -> Tensor:
     return whole
 
 
-def _static(cache: Any, number: int, dtype: torch.dtype) -> Any:
+def _static(cache: object, number: int, dtype: torch.dtype) -> Any:
     """The layer of a static cache into which a launch may write; `None` for another cache, whose own code must run."""
     from transformers.cache_utils import StaticLayer
 
@@ -157,7 +164,7 @@ def _static(cache: Any, number: int, dtype: torch.dtype) -> Any:
     return layer if layer.keys.dtype == dtype and layer.values.shape == layer.keys.shape else None
 
 
-def _place(module: Any, shared: bool) -> GpuPlace | None:
+def _place(module: FamilyModule, shared: bool) -> GpuPlace | None:
     """Return what a module's launch reads; `None` for a module that it does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
@@ -181,7 +188,7 @@ def _place(module: Any, shared: bool) -> GpuPlace | None:
     return GpuPlace(module, read, found, shared, dtype)
 
 
-def _biased(module: Any) -> bool:
+def _biased(module: FamilyModule) -> bool:
     return bool(module.matrix.bias if isinstance(module, PackedLinear) else module.bias is not None)
 
 

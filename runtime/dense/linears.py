@@ -36,6 +36,7 @@ from .packed import PackedLinear
 if TYPE_CHECKING:
     from moepack.runtime.kernels.dense_native import MatrixGroup
 
+FamilyModule = Any  # a module of a family's own class, whose attributes torch's types do not have
 FEW = 16  # tokens up to which one call computes the products of all maps that share an input
 MISSES = 2  # after this many calls in a row with unused results of other maps, a group's maps are multiplied one by one
 # Names of maps that share an input in most families. In other families `Group.run` dissolves the group at run time.
@@ -193,17 +194,17 @@ def _addresses(module: nn.Linear) -> tuple[int, int | None]:
     return module.weight.data_ptr(), None if module.bias is None else module.bias.data_ptr()
 
 
-def in_place_of(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+def in_place_of(kind: type[nn.Module], forward: Callable[..., object]) -> type[nn.Module]:
     """Make a subclass of `kind` with this forward and `kind`'s name. A copied or pickled module is of class `kind`."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
 
-    def reduce(self: Any, protocol: object) -> Any:
+    def reduce(self: object, protocol: object) -> tuple[object, ...]:
         return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
 
     return type(kind.__name__, (kind,), {**names, "__reduce_ex__": reduce, "forward": forward})
 
 
-def _linear(self: Any, input: Tensor) -> Tensor:
+def _linear(self: FamilyModule, input: Tensor) -> Tensor:
     """Return y = W x + b of x [..., cols]: by the kernels for few BF16 tokens without gradients, else by torch."""
     place = self._moepack_place
     if (

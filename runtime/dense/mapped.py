@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +34,9 @@ from moepack.runtime.store.loading import LoadCount, loading
 from moepack.runtime.store.page_file import PageFile
 
 from .file_rows import FileRows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PIECE = 8 << 20  # bytes of a read; READERS of them are in memory at a time
 
@@ -65,7 +68,7 @@ class _Mapping(NamedTuple):
     path: str
 
 
-def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
+def own(model: PreTrainedModel, bundle: Bundle, uncached: bool = False) -> None:
     """Copy a model's parameters and buffers into own memory, and check the bundle's tensor files; tied ones stay tied.
 
     With `uncached` the files leave the page cache: what transformers maps has the system read ahead. An input embedding
@@ -75,7 +78,7 @@ def own(model: Any, bundle: Bundle, uncached: bool = False) -> None:
         BundleError: when a file cannot be read, or does not match its digest.
     """
     mapped = list(_mapped())
-    copies = dict[int, Any]()
+    copies = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]()
     parts = dict[str, list[_Part]]()
     lone = lone_embedding(model) if uncached else None
     rows = None

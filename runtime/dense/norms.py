@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moepack.runtime.kernels.dense_native import norm
 from moepack.runtime.kernels.token_native import Norm
 
-from .linears import in_place_of, learns
+from .linears import FamilyModule, in_place_of, learns
 from .values import Changed, ReadValues
 
 Form = TypeVar("Form", int, str)
@@ -35,7 +35,7 @@ def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]
     plain = kind.forward
     added = ctypes.c_double(epsilon)
 
-    def forward(self: Any, x: Tensor) -> Tensor:
+    def forward(self: FamilyModule, x: Tensor) -> Tensor:
         weight = self.weight
         if (
             torch.compiler.is_compiling()
@@ -70,7 +70,7 @@ def replace_norms(
     model: nn.Module,
     dtypes: Collection[torch.dtype],
     tried: dict[Hashable, Form | None],
-    form_of: Callable[[Any, float], Form | None],
+    form_of: Callable[[FamilyModule, float], Form | None],
     served: Callable[[Any, Form, float], type[nn.Module]],
 ) -> dict[str, int]:
     """Give normalisations of weights in `dtypes` the class that `served` makes of their class, form and epsilon.
@@ -84,7 +84,7 @@ def replace_norms(
     for module in model.modules():
         weight = getattr(module, "weight", None)
         epsilon = _epsilon(module)
-        kind: Any = type(module)
+        kind = type(module)
         if epsilon is None or not isinstance(weight, Tensor) or weight.dtype not in dtypes or weight.dim() != 1:
             continue
         if "forward" in module.__dict__ or next(module.children(), None) is not None:
@@ -108,7 +108,7 @@ def _epsilon(module: nn.Module) -> float | None:
     return next((epsilon for epsilon in found if isinstance(epsilon, float)), None)
 
 
-def trials(module: Any, rows: int) -> Iterator[tuple[Any, Tensor, Tensor]]:
+def trials(module: FamilyModule, rows: int) -> Iterator[tuple[FamilyModule, Tensor, Tensor]]:
     """Yield a copy of a module with random weights (on ones, all forms agree), rows for it, and what it makes of them.
 
     The rows are one token's, many tokens' and many tokens' heads, in the dtype and on the device of the weight. A

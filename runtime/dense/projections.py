@@ -13,9 +13,9 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +24,14 @@ from torch.nn.modules.module import _has_any_global_hook
 from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.token_native import Projection
 
-from .borrowed import CLOSE, REGISTRY
-from .linears import FEW, ServedLinear, in_place_of, learns
+from .borrowed import CLOSE, REGISTRY, Attention
+from .linears import FEW, FamilyModule, ServedLinear, in_place_of, learns
 from .norms import described
 from .packed import PackedLinear
 from .values import Changed, ReadValues
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 MAPS = ("q_proj", "k_proj", "v_proj")
 NORMS = ("q_norm", "k_norm")
@@ -87,7 +90,9 @@ class _Place:
             *(p for m in self.modules.values() for p in m.parameters(False))
         )
 
-    def run(self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Any, number: int, others: Any) -> tuple[Tensor, ...]:
+    def run(
+        self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Cache | None, number: int, others: dict[str, object]
+    ) -> tuple[Tensor, ...]:
         """Return queries, keys and values of `x`; these two are all that layer `number` of the cache then holds."""
         query, key, value = self.projection.run(x, *turn)
         return query, *((key, value) if cache is None else cache.update(key, value, number, kwargs=others))
@@ -96,7 +101,7 @@ class _Place:
         """Return a mask of attention as it is to be given on."""
         return mask
 
-    def attention(self, plain: Any, cache: Any, number: int) -> Any:
+    def attention(self, plain: Attention, cache: object, number: int) -> Attention:
         """Return the function that computes attention over layer `number` of a cache, in place of torch's."""
         return plain
 
@@ -104,7 +109,7 @@ class _Place:
         return None
 
 
-Places = Callable[[Any, bool], Any]  # from a module, and whether angles are shared, to its `_Place`, or None
+Places = Callable[[FamilyModule, bool], Any]  # from a module, and whether angles are shared, to its `_Place`, or None
 
 
 def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, int]:
@@ -144,7 +149,7 @@ def _only_for_the_cache(code: types.CodeType) -> bool:
     return [step.argval for step in dis.get_instructions(code)].count(NUMBER) == 1
 
 
-def _place(module: Any, shared: bool) -> _Place | None:
+def _place(module: FamilyModule, shared: bool) -> _Place | None:
     """Return what a projection reads, with `shared` angles or not; `None` for a module that the kernel does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
@@ -168,7 +173,7 @@ def _place(module: Any, shared: bool) -> _Place | None:
 
 
 @functools.cache
-def _served(kind: Any, cache_name: str) -> Any:
+def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     """Make a subclass of `kind` that projects by the kernel when its arguments allow it."""
     plain = kind.forward
     names = inspect.unwrap(kind.forward).__globals__
@@ -178,7 +183,7 @@ def _served(kind: Any, cache_name: str) -> Any:
     older = {*CACHE_NAMES} - {cache_name}  # names of the cache that a decorator of `plain` may translate
 
     @functools.wraps(plain)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: FamilyModule, *args: object, **kwargs: Any) -> object:
         x = kwargs.get("hidden_states")
         turn = kwargs.get("position_embeddings")
         place: _Place | None = self._moepack_projection
@@ -215,7 +220,7 @@ def _served(kind: Any, cache_name: str) -> Any:
     return in_place_of(kind, forward)
 
 
-def _fits(x: Any, turn: Any, place: _Place) -> bool:
+def _fits(x: object, turn: object, place: _Place) -> bool:
     """Whether the kernel takes a pass's input and rotation."""
     if not isinstance(x, Tensor) or not isinstance(turn, tuple) or len(turn) != 2 or x.device != place.device:
         return False
@@ -231,7 +236,9 @@ def _fits(x: Any, turn: Any, place: _Place) -> bool:
     )
 
 
-def _trial(module: Any, place: Any, shared: bool, cache_name: str, rotary: Any) -> tuple[bool, int] | None:
+def _trial(
+    module: FamilyModule, place: Any, shared: bool, cache_name: str, rotary: nn.Module
+) -> tuple[bool, int] | None:
     """Return whether angles are shared, and how many a token has; None if a module's own results differ by `place`."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
@@ -241,7 +248,7 @@ def _trial(module: Any, place: Any, shared: bool, cache_name: str, rotary: Any) 
     module._moepack_projection = place
     total = sum(TOKENS)
     config = module.config
-    cases: list[tuple[Callable[[], Any], int]] = [(lambda: DynamicCache(config=config), n) for n in (1, 2)]
+    cases: list[tuple[Callable[[], Cache], int]] = [(lambda: DynamicCache(config=config), n) for n in (1, 2)]
     if place.writes_static and type(DynamicCache(config=config).layers[module.layer_idx]) is DynamicLayer:
         cases.append((lambda: StaticCache(config=config, max_cache_len=total), 2))
     generator = torch.Generator().manual_seed(0)
@@ -265,7 +272,13 @@ def _trial(module: Any, place: Any, shared: bool, cache_name: str, rotary: Any) 
 
 
 def _passes(
-    module: Any, run: Any, x: Tensor, turn: Any, cache: Any, cache_name: str, first: Tensor | None
+    module: FamilyModule,
+    run: Callable[..., tuple[Tensor, ...]],
+    x: Tensor,
+    turn: Sequence[Tensor],
+    cache: Cache,
+    cache_name: str,
+    first: Tensor | None,
 ) -> list[Tensor]:
     """Return what a module's passes make of `x`, and the keys and values that the cache then holds.
 
@@ -285,7 +298,7 @@ def _passes(
     return [*out, layer.keys, layer.values]
 
 
-def _mask(layer: Any, part: slice, first: Tensor) -> Tensor:
+def _mask(layer: object, part: slice, first: Tensor) -> Tensor:
     """Return which of a layer's keys the tokens of a pass see, bool [batch, 1, tokens, keys]."""
     window = getattr(layer, "sliding_window", None) or sum(TOKENS)
     seen = range(max(0, part.start - window + 1), part.stop)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable, Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ class ReadValues:
     """Makes keys of modules: equal keys for modules that differ in nothing but their weights."""
 
     def __init__(self) -> None:
-        self._configs: dict[int, tuple[Any, Hashable]] = {}  # by address; each is kept, so that no other gets it
+        self._configs: dict[int, tuple[object, Hashable]] = {}  # by address; each is kept, so that no other gets it
 
     def of(self, module: nn.Module, without: str = "") -> Hashable:
         """Return a module's key; `without` is an attribute that does not count."""
@@ -39,7 +38,7 @@ class ReadValues:
             tuple((n, self._value(v)) for n, v in own.items()),
         )
 
-    def _value(self, value: Any) -> Hashable:
+    def _value(self, value: object) -> Hashable:
         """Return what equals that of an equal value of the type; an object without a value equals itself."""
         if isinstance(value, list | tuple):
             return type(value), tuple(map(self._value, value))
@@ -61,7 +60,7 @@ class ReadValues:
 class _Itself:
     """Stands for an object that has no hash: equal to itself alone."""
 
-    def __init__(self, of: Any) -> None:
+    def __init__(self, of: object) -> None:
         self._of = of  # kept, so that no other object gets its address
 
     def __eq__(self, other: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -78,10 +78,12 @@ class Device(Protocol):
         version: Version,
         packed: bool = False,
         here: Tensor | None = None,
+        coded: Tensor | None = None,
     ) -> Completion:
         """Copy an extent into the block `target` on the migration stream; decode a lossless extent unless `packed`.
 
         `here` are the bytes that `target` is to have, if they are in this device's pinned memory: they are copied.
+        `coded` are an entropy-coded extent's bytes, if they are in a CPU's memory: they are decoded from there.
 
         `find` locates the extent. It is called on the migration stream because it may open a file. The returned event
         ends without an error only after every byte of the block is in place and the digest was checked.
@@ -105,7 +107,7 @@ class Device(Protocol):
     def serve(self) -> None:
         """Begin background work. Called once the model is loaded."""
 
-    def host(self) -> dict[str, Any]:
+    def host(self) -> dict[str, object]:
         """Return how extents are kept on the host, ready for JSON. The key `mode` is always present."""
 
     def close(self, wait: bool = True) -> None:

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -96,16 +95,19 @@ class CpuDevice(Migration):
         self,
         staging_bytes: int,
         on_event: Callable[[], None] = lambda: None,
-        threads: int | None = 1,
+        threads: int | None = 0,
         readers: int = READERS,
     ) -> None:
         """Allocate the staging buffer: `staging_bytes` is the size of the largest lossless extent that is fetched.
 
-        `on_event` is called on the stream's threads after each fetch has ended. `threads` decode an extent: 1 leaves
-        the other cores to the forward pass, `None` uses all cores. READERS extents are read at a time until `serve` is
-        called, and `readers` from then on; lossless ones share the staging buffer, and are read one at a time.
+        `on_event` is called on the stream's threads after each fetch has ended. READERS extents are read at a time
+        until `serve` is called, and `readers` from then on; lossless ones share the staging buffer, and are decoded one
+        at a time, by `threads`; `None` takes all cores. 0 takes torch's threads if `readers` are several, because
+        passes wait for them then, and else 1, which leaves the other cores to the forward pass.
         """
         super().__init__(threaded := HostThreads("moepack-migration", on_event, max(readers, READERS)))
+        if threads == 0:
+            threads = torch.get_num_threads() if readers > 1 else 1
         self._threads = threads
         self._narrow = partial(threaded.narrow, readers)
         self._staged = threading.Lock()  # held while the staging buffer is used
@@ -132,13 +134,19 @@ class CpuDevice(Migration):
         version: Version,
         packed: bool = False,
         here: Tensor | None = None,
+        coded: Tensor | None = None,
     ) -> HostEvent:
-        """Read an extent into a block, and decode a lossless one unless `packed`; or copy `here`."""
+        """Read an extent into a block, and decode a lossless one unless `packed`; or copy `here`, or decode `coded`."""
 
         def work(event: HostEvent) -> None:
             if here is not None:
                 self.gate(event, len(here))(len(here))
                 target[: len(here)].copy_(here)
+                self._settle(target)
+                return
+            if coded is not None:
+                with self._staged:
+                    self._decode(coded.numpy(), lambda: find().where, layer, version, target, self.gate(event, 0))
                 self._settle(target)
                 return
             source = find()
@@ -147,7 +155,8 @@ class CpuDevice(Migration):
             if version.entropy_coded and not packed:
                 with self._staged:
                     source.read_into(self._staging, before)
-                    self._decode(source, layer, version, block, before)
+                    extent = self._staging[: source.size]
+                    self._decode(extent, lambda: source.where, layer, version, target, before)
             else:
                 source.read_into(block, before)
             self._settle(target)
@@ -155,13 +164,19 @@ class CpuDevice(Migration):
         return self.stream.submit(work)
 
     def _decode(
-        self, source: Stored, layer: ExpertLayer, version: Version, block: Buffer, before: Callable[[int], None]
+        self,
+        coded: Buffer,
+        where: Callable[[], str],
+        layer: ExpertLayer,
+        version: Version,
+        target: Tensor,
+        before: Callable[[int], None],
     ) -> None:
-        coded = self._staging[: source.size]
+        """Decode an extent into a block; `where` names it in errors, and `before` raises Cancelled."""
         try:
-            version.restore(layer.matrices, coded, block, self._threads, lambda matrix: before(0))
+            version.restore(layer.matrices, coded, target.numpy(), self._threads, lambda matrix: before(0))
         except CodecError as error:
-            raise BundleError.single(source.where, "codec", str(error)) from None
+            raise BundleError.single(where(), "codec", str(error)) from None
 
     def _settle(self, written: Tensor) -> None:
         for memory in self._memories:
@@ -180,6 +195,6 @@ class CpuDevice(Migration):
         """Keep the threads that serving may use: the files are the host's store."""
         self._narrow()
 
-    def host(self) -> dict[str, Any]:
+    def host(self) -> dict[str, object]:
         """Return the mode `files`: extents are kept in the bundle's files alone."""
         return {"mode": "files"}

@@ -14,7 +14,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +104,6 @@ class CudaDevice(Migration):
         self._pins = pins
         self._refused = threading.Event()
         self._registered: list[RegisteredMemory] = []
-        self._parts: dict[int, tuple[CodedPart, ...]] = {}
         on_device = gpu.memory(slots * staging)
         self._free = [
             _Slot(
@@ -147,11 +145,9 @@ class CudaDevice(Migration):
         version: Version,
         packed: bool = False,
         here: Tensor | None = None,
+        coded: Tensor | None = None,
     ) -> Completion:
-        """Copy an extent, or `here`; decode a lossless one on the device unless `packed`.
-
-        `parts` describes a packed extent.
-        """
+        """Copy an extent, or `here`; decode a lossless one on the device unless `packed`. `coded` is never given."""
         if here is not None:
             return self.stream.submit(lambda event: self._copy_here(event, here, target))
         return self.stream.submit(lambda event: self._issue(event, find(), target, layer, version, packed))
@@ -177,8 +173,6 @@ class CudaDevice(Migration):
                     else:
                         self.bring(source, slot.device if decodes else target, slot.host, held, before)
                     before(0)
-                    if packed:
-                        self._parts[target.data_ptr()] = find_parts(source, layer, slot.host, held)
                 except BaseException as caught:  # raised after the copies already issued have ended
                     error = caught
                 issued = self.gpu.record()
@@ -272,10 +266,6 @@ class CudaDevice(Migration):
             raise BundleError.single(source.where, "codec", str(error)) from None
         self.gpu.copy(target[:size], slot.host[:size])
 
-    def parts(self, extent: Tensor) -> tuple[CodedPart, ...]:
-        """Return the parts (coded matrices) of the packed extent that was fetched to this address."""
-        return self._parts[extent.data_ptr()]
-
     def decode(
         self,
         experts: Sequence[tuple[GpuPackedExtent, Tensor]],
@@ -308,7 +298,7 @@ class CudaDevice(Migration):
         if self.pinned is not None:
             self.pinned.start()
 
-    def host(self) -> dict[str, Any]:
+    def host(self) -> dict[str, object]:
         """Return the state of the pinned store (`HostStore.state`), or the mode `staged` without one.
 
         `read_there` are the bytes of experts that kernels read in pinned memory, by the way in which they are pinned.

@@ -63,7 +63,7 @@ def madvise(address: int, size: int, advice: int) -> int:
 
 
 @functools.cache
-def _standard() -> Any:
+def _standard() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 

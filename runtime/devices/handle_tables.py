@@ -2,7 +2,7 @@
 
 A step takes a table that no other step reads. If the table holds another epoch, the step copies the handles into the
 table from pinned memory, on the step's stream and before its kernels. Steps do not share tables, so a later step
-changes nothing for running ones. Of paged experts a step writes the addresses itself (paging/gpu_filler.py).
+changes nothing for running ones.
 """
 
 from __future__ import annotations

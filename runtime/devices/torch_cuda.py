@@ -1,4 +1,4 @@
-"""The calls that a CUDA device makes to torch: memory; streams for copies, decoding and filling pages; events.
+"""The calls that a CUDA device makes to torch: memory; streams for copies and decoding; events.
 
 The module is small, so that tests can replace it on a machine without a GPU.
 """
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOADS = 2  # streams that fill pages: one for gate and up projections, one for the others (fluxmoe, Algorithm 1)
-
 
 def is_gpu(device: torch.device) -> bool:
     """Return whether a device is a GPU."""
@@ -22,7 +20,7 @@ def is_gpu(device: torch.device) -> bool:
 
 class TorchGpu:
     """One GPU. `copy`, `decode`, `record` and `wait` use the current stream, which the contexts `migrating`,
-    `decoding`, `loading` and `computing` choose."""
+    `decoding` and `computing` choose."""
 
     def __init__(self, device: torch.device) -> None:
         """Prepare streams on `device`; a device without an index means the current one."""
@@ -30,7 +28,6 @@ class TorchGpu:
         self.device = torch.device("cuda", index)
         self._copies = torch.cuda.Stream(self.device)
         self._decoder = torch.cuda.Stream(self.device)
-        self._loads = [torch.cuda.Stream(self.device) for _ in range(LOADS)]
 
     def memory(self, size: int) -> Tensor:
         """Allocate device memory, uint8 [size]; called while loading."""
@@ -63,15 +60,11 @@ class TorchGpu:
         self._decoder.wait_stream(self._copies)
         return self._on(self._decoder)
 
-    def loading(self, number: int) -> contextlib.AbstractContextManager[None]:
-        """Use one of the streams that fill pages inside the context."""
-        return self._on(self._loads[number])
-
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """Use the device, and the thread's own compute stream, inside the context."""
         return torch.cuda.device(self.device)
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         """Make later work on the current stream wait for an event; the host does not wait."""
         torch.cuda.current_stream(self.device).wait_event(event)
 

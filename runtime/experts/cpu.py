@@ -7,9 +7,8 @@ BF16, or activations are float32, torch multiplies by the tiles. A slot is one o
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,8 @@ from moepack.runtime.kernels.token_native import GatedExperts, silu_gate
 from . import backends
 
 if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+
     from .handles import LayerCall, ServedLayer, Snapshot
 
 Limits = npt.NDArray[np.int64]
@@ -41,7 +42,7 @@ def forward(call: LayerCall) -> Tensor:
     if of.gated is None or of.gated[0] != gate:  # not tried yet, or another gate since
         of.gated = gate, gated(of, call.module)
     kernel = of.gated[1]
-    if kernel is not None and x.dtype == torch.bfloat16 and 0 < len(x) <= FEW and call.pages is None:
+    if kernel is not None and x.dtype == torch.bfloat16 and 0 < len(x) <= FEW:
         limits = backends.direct_limits(x.dtype, of.versions)
         if has_tiles(x.dtype) or len(x) <= limits.min():
             index = call.index.long().contiguous()
@@ -49,7 +50,7 @@ def forward(call: LayerCall) -> Tensor:
     return summed(call, rows(call))
 
 
-def gated(of: ServedLayer, module: Any) -> GatedExperts | None:
+def gated(of: ServedLayer, module: ExpertsModule) -> GatedExperts | None:
     """Return the kernel for a layer whose gate gives the kernel's bits on random numbers; else `None`."""
     matrices = of.layer.matrices
     plain = module.has_gate and not getattr(module, "has_post_expert_norm", False)
@@ -127,17 +128,13 @@ def _matrix(
     Without this rounding, a token with nearly equal router scores could choose other experts than in the plain model.
     """
     experts = call.experts
-    pages = call.pages
     native = call.experts.of.native
     assert native is not None
     m = experts.of.layer.matrices[matrix]
     slots = index.numel()
     out = torch.empty(slots, m.rows, dtype=x.dtype)
-    if pages is not None and many:
-        pages.ready(matrix)
     if sum(len(s) for _, s in many) < slots:
-        with nullcontext() if pages is None else pages.decoding(matrix) as coded:
-            product(native, matrix, experts.table, x, index, out, limits, threads, coded)
+        product(native, matrix, experts.table, x, index, out, limits, threads)
     for expert, where in many:
         mine = x[where // (slots // len(x))]
         made = experts.handles[expert]

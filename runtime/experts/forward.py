@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,18 +16,23 @@ from torch.utils.checkpoint import checkpoint
 
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.placements import Where
+from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.step.context import Step, step_of
 
 from . import op  # noqa: F401  # registers the operator
-from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, Snapshot
+from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts
 from .host_tier import HostTier
+
+if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+    from moepack.runtime.kernels.routing_triton import Routed
 
 _HOST = frozenset({Where.HOST})
 CLOSED = "this model was closed: load the bundle again"
 IMPLEMENTATION = "moepack"  # the name under which transformers knows `experts_forward`
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Run the experts of one layer from their active versions. Transformers calls it for every family.
 
     Args:
@@ -65,11 +70,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         raise InputError(CLOSED)
     few = _few(experts, step, top_k_index, top_k_weights)
     if step is not None:
-        # `counters` were set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
-        if step.counters is not None and few is None:
-            step.counters.add(position, top_k_index, top_k_weights)
-        for watcher in step.watchers:  # set by Serving.count_routing
-            watcher.add(position, top_k_index, top_k_weights)
+        _count(step, position, top_k_index, top_k_weights, few is not None)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         if experts.no_gradients:
             raise InputError(experts.no_gradients)
@@ -81,23 +82,27 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         snapshot = experts.current
     elif step is not None:
         snapshot = step.snapshots[position]
-        if experts.of.critical is not None:
-            snapshot = experts.of.critical.choose(snapshot, step, position, top_k_index)
-    call = LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few)
-    if (step is not None and step.paging is None) or not snapshot.in_window:
-        return _run(call)
-    with _window(step).run(position, snapshot, top_k_index, step) as call.pages:
-        return _run(call)
+    return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
 
 
-def _window(step: Step | None) -> Any:
-    """The `Paging` of experts in a window."""
-    if step is None or step.paging is None:
-        raise InputError(CLOSED)
-    return step.paging
+def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: bool) -> None:
+    """Tell counters and watchers a layer's routing; `fused` if the launch that routed few tokens has counted it."""
+    counters = step.counters  # set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
+    is_wanted = counters is not None and not (fused and counters.only_fused)
+    if not is_wanted and not step.watchers:
+        return
+    heavy = None if step.importance is None else step.importance.heavy(position, len(index))
+    teller, logits = step.logits or (position, None)
+    if teller != position or (logits is not None and len(logits) != len(index)):
+        logits = None
+    routing = RouterOutput(index, weights, logits, heavy)
+    if is_wanted:
+        counters.add(position, routing, fused)
+    for watcher in step.watchers:  # set by Serving.count_routing
+        watcher.add(position, routing)
 
 
-def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Any:
+def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Routed | None:
     """The routing of few tokens on a GPU, made and counted on the device; `None` elsewhere."""
     if experts.of.backend != "triton":
         return None
@@ -125,8 +130,6 @@ def _inside_mtp() -> bool:
 def _run(call: LayerCall) -> Tensor:
     """Run experts on the device and on the host tier; absent experts add nothing."""
     experts = call.experts
-    if experts.of.makes_up_for_absent:
-        call.weights = made_up(experts, call.index, call.weights)
     tier = experts.of.tier
     here = experts.of.device.type == "cpu"
     if tier is None or Where.HOST not in experts.places:
@@ -134,20 +137,6 @@ def _run(call: LayerCall) -> Tensor:
             call.index = experts.only(call.index, EVERYWHERE if here else RUN_THERE)
         return _on_device(call)
     return (beside if here else across)(call, tier)
-
-
-def made_up(experts: Snapshot, index: Tensor, weights: Tensor) -> Tensor:
-    """Gate weights [tokens, top_k], scaled so that a token's present experts take over the weights of absent ones.
-
-    The sum over a token's experts stays the same. If all of them are absent, its weights do not change.
-    """
-    if experts.places <= EVERYWHERE:
-        return weights
-    there = experts.only(index, EVERYWHERE) < len(experts.handles)
-    kept = (weights * there).sum(-1, keepdim=True, dtype=torch.float32)
-    all_of_them = (weights * (index < len(experts.handles))).sum(-1, keepdim=True, dtype=torch.float32)
-    scale = torch.where(kept > 0, all_of_them / kept, 1.0)
-    return (weights * scale).to(weights.dtype)
 
 
 def beside(call: LayerCall, tier: HostTier) -> Tensor:
@@ -208,9 +197,6 @@ def _rows(call: LayerCall, threads: int | None = None) -> Tensor:
         from .cpu import rows
 
         return rows(call, threads)
-    if call.pages is not None:  # torch's code does not wait for each matrix
-        for matrix in range(len(call.experts.of.layer.matrices)):
-            call.pages.ready(matrix)
     return reference_rows(call)
 
 

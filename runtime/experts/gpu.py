@@ -20,13 +20,15 @@ from moepack.pack.spec import Matrix
 from moepack.runtime.kernels.affine_triton import DECODE, TERMS, product, tiling_for
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.forms import Form
-from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, second_words, sort
+from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, sort
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step
 
 if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+
     from .handles import LayerCall, LayerExperts, Snapshot
 
 
@@ -39,7 +41,6 @@ def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> 
     return (
         experts.of.backend == "triton"
         and (step is None or step.loader is None)  # a policy that blocks reads counts before the layer's snapshot
-        and not experts.of.makes_up_for_absent
         and (counters is None or not counters.within)
         and fits(tokens, top_k, experts.of.layer.experts)
         and (_snapshot(experts, step).places <= _STAY or experts.of.in_place is not None)  # else words come later
@@ -57,7 +58,7 @@ def launch(experts: LayerExperts, step: Step | None, form: Routing, count: bool 
     tally = None
     tokens = len(given["logits"] if "logits" in given else given["given"][0])
     if count and counters is not None:
-        tally = Tally(*counters.rows(experts.position, tokens))
+        tally = Tally(*counters.fused(experts.position, tokens))
     table = _snapshot(experts, step).device_table()
     with current(table.device):
         return route_few(form, table, DECODE.tokens, tally=tally, **given)
@@ -79,20 +80,6 @@ def routed(experts: LayerExperts, step: Step | None, index: Tensor, weights: Ten
     return launch(experts, step, Routing(index.shape[1]), count, given=pair)
 
 
-def critical_words(experts: Snapshot, counts: Tensor, scores: tuple[Tensor, Tensor | None], most: Tensor) -> Tensor:
-    """Return the words at which a layer's critical experts run at the best version; arguments as of `second_words`."""
-    table = experts.device_table()
-    seconds = experts.seconds
-    with current(table.device):
-        return second_words(table, seconds, counts, scores, most)
-
-
-def in_pages(table: Tensor, index: Tensor, weights: Tensor) -> Routed:
-    """Route few tokens whose experts' words, all but those past the last, have just been written to the table."""
-    pair = (index.long().contiguous(), weights.detach().contiguous())
-    return route_few(Routing(index.shape[1]), table, DECODE.tokens, given=pair)
-
-
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a GPU; return [tokens, hidden]."""
     with current(call.hidden.device):
@@ -103,16 +90,11 @@ def _forward(call: LayerCall) -> Tensor:
     module = call.module
     experts = call.experts
     hidden = call.hidden
-    pages = call.pages
     tokens, top_k = call.index.shape
     x = (hidden if hidden.dtype in TERMS else hidden.float()).detach().contiguous()
     if not tokens:
         return torch.empty_like(hidden)
     count, (first, second) = experts.of.layer.experts, experts.of.layer.matrices
-    if pages is not None:
-        pages.ready(0)
-        if fits(tokens, top_k, count):  # now that the pages' words are written
-            call.routed = in_pages(experts.device_table(), call.index, call.weights)
     few = call.routed
     slots = tokens * top_k
     fused = _fuses(module)
@@ -149,8 +131,6 @@ def _forward(call: LayerCall) -> Tensor:
                 h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
             if experts.of.rotation is not None:
                 h = experts.of.rotation.run(h, call.index.long().reshape(-1), table, served)
-            if pages is not None:
-                pages.ready(1)
             run(second, second_forms, table, h, y)
     if normed:
         y = module.post_expert_norm(y)
@@ -162,13 +142,13 @@ def _tables(
 ) -> contextlib.AbstractContextManager[Iterable[Tensor]]:
     """Handle tables for a call's launches; of many tokens, given slots by expert, such as have no pinned experts."""
     staged = experts.of.staged
-    if counts is None or staged is None or (Where.PINNED not in experts.places and experts.of.critical is None):
+    if counts is None or staged is None or Where.PINNED not in experts.places:
         return contextlib.nullcontext((handles,))
     tables: contextlib.AbstractContextManager[Iterable[Tensor]] = staged.tables(handles, counts)
     return tables
 
 
-def _fuses(module: Any) -> bool:
+def _fuses(module: ExpertsModule) -> bool:
     """Whether the family's gate activation is silu(gate) * up on two halves."""
     # some have one of their own
     gate = getattr(module, "_apply_gate", None)

@@ -21,17 +21,15 @@ from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.kernels.forms import compiled, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise, plain_weights, section, sections_of
 from moepack.runtime.kernels.rotation import SlotRotation
-from moepack.runtime.policies.placements import PAGED, Placement, Where
+from moepack.runtime.policies.placements import CODED, Placement, Where
 from moepack.runtime.step.context import StepOpener
 
 from . import backends
 from .host_tier import HostTier
-from .packed import GpuPackedExtent, PackedExtent, RestoredExtent
+from .packed import CodedExtent
 
 if TYPE_CHECKING:
     from moepack.runtime.kernels.token_native import GatedExperts
-
-Packed = PackedExtent | RestoredExtent | GpuPackedExtent
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +37,32 @@ class Handle:
     """One expert's active placement, with the tensors through which kernels read the expert."""
 
     version: Version | None  # `None` if the expert is absent
-    # The expert as it is in memory (`Version.sections`), uint8, beginning on a multiple of 64. For an expert that is
-    # packed or in the backing store, these bytes are valid only while its layer runs. On a GPU such an expert has none:
-    # its handle has no address until a step writes one to the table on the device (runtime/paging/gpu_filler.py)
+    # The expert as it is in memory (`Version.sections`), uint8, beginning on a multiple of 64. Of an expert in coded
+    # bytes a GPU has it only while its layer runs (runtime/paging/in_place.py), and a CPU has none: a pass waits until
+    # the expert is decoded to a block of its own
     extent: Tensor
     weights: tuple[Tensor, ...]  # BF16 views [rows, cols] of the matrices of a plain (BF16) version; else empty
     biases: tuple[Tensor | None, ...]  # BF16 views [rows] by matrix
     where: Where = Where.DEVICE
-    packed: Packed | None = None  # the compressed bytes of an expert on the device
+    packed: CodedExtent | None = None  # the expert's coded bytes
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that the expert takes on its device, without the window for paged experts."""
+        """Bytes that the expert takes on its device, without the slots in which a GPU decodes it."""
         if self.packed is not None:
             return self.packed.extent.numel() if self.where is Where.PACKED else 0
         return self.extent.numel() if self.where is Where.DEVICE else 0
+
+    @property
+    def runs(self) -> Where:
+        """Where the expert can be run; an expert without bytes to run is absent."""
+        return self.where if self.extent.numel() else Where.ABSENT
 
     def __str__(self) -> str:
         return str(Placement(self.version, self.where))
 
 
-RUN_THERE = PAGED | {Where.DEVICE, Where.PINNED}  # places of experts that the device runs
+RUN_THERE = CODED | {Where.DEVICE, Where.PINNED}  # places of experts that the device runs
 EVERYWHERE = RUN_THERE | {Where.HOST}  # all places of an expert that is not absent
 REACHES = (RUN_THERE, EVERYWHERE, frozenset({Where.HOST}))  # the sets of places for which `Snapshot.only` is asked
 ROWS = len(REACHES) + 2  # of `Snapshot.words`: the table, the map of each of REACHES, second words
@@ -87,15 +90,13 @@ class ServedLayer:
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         # Numbers of all versions that experts on the device may have under the policy; empty if none ever changes
         self.launched: tuple[int, ...] = ()
-        self.makes_up_for_absent = False  # whether a token's other experts take over gate weights of absent ones
-        # Decodes paged experts that have slots to places of their own, between a call's launches on a GPU: some, with
-        # the slots of each, or all (paging/in_place.py). None where pages are in a window
+        # Decodes experts in coded bytes to places of their own, between a call's launches on a GPU: some, with the
+        # slots of each, or all (paging/in_place.py)
         self.in_place: Callable[[Snapshot, Tensor | None, Tensor], None] | None = None
         # Experts in pinned memory, which passes of many tokens bring to a GPU (`StagedLayer`, staged.py)
         self.staged: Any = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
-        self.critical: Any = None  # the `Critical` (critical.py): which experts of a pass run at their second words
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
         self.gated: tuple[Any, GatedExperts | None] | None = None
 
@@ -104,7 +105,7 @@ class ServedLayer:
         version: Version,
         extent: Tensor,
         where: Where = Where.DEVICE,
-        packed: Packed | None = None,
+        packed: CodedExtent | None = None,
     ) -> Handle:
         """Make the handle of a version whose bytes are in `extent`; arguments are as in `Handle`."""
         if not extent.numel():
@@ -154,7 +155,7 @@ class Snapshot:
 
     def _map(self, here: frozenset[Where]) -> list[int]:
         count = len(self.handles)
-        return [*(e if h.where in here else count for e, h in enumerate(self.handles)), count]
+        return [*(e if h.runs in here else count for e, h in enumerate(self.handles)), count]
 
     def over(self, words: Tensor) -> Snapshot:
         """The same snapshot, with all that was made of it, and `words` on the device already, [ROWS, ...]."""
@@ -163,12 +164,6 @@ class Snapshot:
         vars(made).update(vars(self), _on_device=words[0, :count], served=self.served, seconds=words[-1, :count])
         if not self.places <= RUN_THERE:
             made._maps = {here: row[: count + 1] for here, row in zip(REACHES, words[1:-1], strict=True)}
-        return made
-
-    def at(self, words: Tensor) -> Snapshot:
-        """The same experts for a GPU's kernels, at `words` on the device, int64 [experts], of launched versions."""
-        made = object.__new__(Snapshot)
-        vars(made).update(vars(self), _on_device=words, served=list(self.of.launched))
         return made
 
     def device_table(self) -> Tensor:
@@ -184,23 +179,13 @@ class Snapshot:
     @cached_property
     def served(self) -> list[int]:
         """The version numbers of the experts that the device runs."""
-        here = [h.version for h in self.handles if h.version is not None and h.where in RUN_THERE]
+        here = [h.version for h in self.handles if h.version is not None and h.runs in RUN_THERE]
         return sorted({self.of.numbers[v.name] for v in here})
 
     @cached_property
     def places(self) -> frozenset[Where]:
-        """All places at which experts of the layer are."""
-        return frozenset(h.where for h in self.handles)
-
-    @property
-    def in_window(self) -> bool:
-        """Whether experts are paged in a window, which the host manages."""
-        return bool(self.places & PAGED) and self.of.in_place is None
-
-    @cached_property
-    def paged(self) -> npt.NDArray[np.bool_]:
-        """Whether each expert's weights are in memory only while they are needed, bool [experts]."""
-        return np.array([h.where in PAGED for h in self.handles], bool)
+        """All places at which experts of the layer can be run; one without bytes to run is absent."""
+        return frozenset(h.runs for h in self.handles)
 
     def only(self, index: Tensor, here: frozenset[Where]) -> Tensor:
         """The router's choice [tokens, top_k], with a number past the last expert for those at places not in `here`."""
@@ -247,7 +232,6 @@ class LayerCall:
     hidden: Tensor  # [tokens, hidden]
     index: Tensor  # [tokens, top_k]; an index past the last expert adds nothing
     weights: Tensor  # [tokens, top_k]
-    pages: Any = None  # the `RunPages` (runtime/paging/filler.py) of experts that are decoded for this call
     routed: Any = None  # the `Routed` of few tokens on a GPU (runtime/kernels/routing_triton.py)
 
 
@@ -290,7 +274,7 @@ class LayerExperts:
         """
         before = self.current
         word = 0
-        if made.version is not None:
+        if made.version is not None and made.extent.numel():
             word = handle(made.extent.data_ptr(), self.of.numbers[made.version.name])
         if expert == len(before.handles):
             table = np.append(before.table, np.uint64(word))

@@ -121,7 +121,7 @@ class HostTier:
         self.calls = 0
         self.closed = self._ended = False  # once closed, calls run on their callers' threads
         self.counting = threading.Lock()
-        self._norms: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._norms: weakref.WeakKeyDictionary[torch.nn.Module, torch.nn.Module] = weakref.WeakKeyDictionary()
         self._jobs: queue.SimpleQueue[HostCall | None] = queue.SimpleQueue()  # a finalizer may put into it anywhere
         self._thread = threading.Thread(target=self._run, name="moepack-host", daemon=True)
         self._thread.start()

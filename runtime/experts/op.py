@@ -21,7 +21,7 @@ _numbers = itertools.count()
 _modules: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
-def enter(module: Any) -> int:
+def enter(module: torch.nn.Module) -> int:
     """Register a module and return its number."""
     number = next(_numbers)
     _modules[number] = module
@@ -40,7 +40,7 @@ def experts(hidden: Tensor, index: Tensor, weights: Tensor, layer: int) -> Tenso
     """
     module = _modules.get(layer)
     steps: StepOpener | None = None if module is None else module._moepack.steps
-    if steps is None:
+    if module is None or steps is None:
         raise _gone()
     return steps.compiled_layer(module, hidden, index, weights).contiguous()
 

@@ -1,4 +1,4 @@
-"""Prediction of the next layer's routing: the next router is called on this layer's hidden states (dymoe, equation 6).
+"""What routers are asked: logits, and the next layer's routing for this layer's hidden states (dymoe, equation 6).
 
 Calling the router itself keeps the family's scores, groups, biases and corrections.
 """
@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
+from moepack.runtime.policies.reducers import Floats, Ints, Reducer, RouterOutput
+from moepack.runtime.step.context import step_of
+
+from .counters import Counters
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,33 +29,72 @@ class Router:
 
     parent: Any
     name: str
+    experts: int
     beside: tuple[str, ...]  # the router's further arguments after hidden states, as attributes of the parent
+    normed: bool = False  # whether it returns probabilities in place of logits
 
-    def ask(self, hidden: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """The router's choice for `hidden` [tokens, hidden]: experts and their weights, [tokens, top_k].
+    @property
+    def module(self) -> Any:
+        """The router."""
+        return getattr(self.parent, self.name)
+
+    def logits(self, out: Any) -> Tensor | None:
+        """Return the logits [tokens, experts] of what the router returned, or `None` if they are not among it."""
+        found = [x for x in _tensors(out) if x.is_floating_point() and x.shape[-1] == self.experts]
+        if not found:
+            return None
+        made = found[0].detach().reshape(-1, self.experts)
+        return made.log() if self.normed else made
+
+    def ask(self, hidden: Tensor, top_k: int) -> RouterOutput:
+        """The router's choice for `hidden` [tokens, hidden].
 
         Hooks on the router are not called, because transformers collects routers' outputs by them.
         """
-        router = getattr(self.parent, self.name)
+        router = self.module
         out = type(router).forward(router, hidden, *(getattr(self.parent, name) for name in self.beside))
-        parts = [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
+        parts = _tensors(out)
+        logits = self.logits(out)
         index = next((x for x in parts if not x.is_floating_point()), None)
         if index is None:  # logits alone
-            gates, index = parts[0].reshape(len(hidden), -1).float().softmax(-1).topk(top_k, dim=-1)
-            return index, gates
+            if logits is None:
+                raise ValueError("it returns nothing that is known")
+            gates, index = logits.float().softmax(-1).topk(top_k, dim=-1)
+            return RouterOutput(index, gates, logits)
         index = index.reshape(len(hidden), -1)
         floats = [x.reshape(len(hidden), -1) for x in parts if x.is_floating_point()]
         gates = next((x for x in floats[::-1] if x.shape == index.shape), floats[0])
-        return index, gates if gates.shape == index.shape else gates.gather(1, index)
+        return RouterOutput(index, gates if gates.shape == index.shape else gates.gather(1, index), logits)
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [x for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, Tensor)]
+
+
+def tell_logits(model: Any, layers: Sequence[ExpertLayer], key: object) -> None:
+    """Have every layer's router tell the running step of the model with this `key` its logits (`Step.logits`).
+
+    Raises InputError when a router is missing, cannot be called, or returns no logits.
+    """
+    for position, layer in enumerate(layers):
+        router = _router_of(model, layer, reads_logits=True)
+        router.module.register_forward_hook(partial(_tell, router, position, key))
+
+
+def _tell(router: Router, position: int, key: object, module: Any, args: Any, out: Any) -> None:
+    step = None if torch.compiler.is_compiling() else step_of(key)
+    if step is not None:
+        step.logits = position, router.logits(out)
 
 
 class Prediction:
     """Predictions of the next layer's routing, and their accuracy. Serves one pass at a time."""
 
-    def __init__(self, model: Any, layers: Sequence[ExpertLayer]) -> None:
-        """Find the routers. Raises InputError when a router is missing or cannot be called."""
-        self._layers = tuple(layers)
+    def __init__(self, model: Any, layers: Sequence[ExpertLayer], sums: Sequence[Reducer]) -> None:
+        """Find the routers; predict `sums` too. Raises InputError when a router is missing or cannot be called."""
         self._routers = [_router_of(model, layer) for layer in layers]
+        devices = (next(router.module.parameters()).device for router in self._routers)
+        self._counters = [Counters((x.experts,), sums, device) for x, device in zip(layers, devices, strict=True)]
         self._last: tuple[int, Tensor] | None = None
         # [layers], expert choices of tokens other than padding: those predicted correctly, and all with a prediction
         self.hits = np.zeros(len(layers), np.int64)
@@ -60,10 +103,10 @@ class Prediction:
     @torch.no_grad()
     def ahead(
         self, position: int, hidden: Tensor, index: Tensor, mask: Tensor | None
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]] | tuple[None, None]:
-        """Predict the routing of the layer after `position`: counts and sums of gate weights, [experts].
+    ) -> tuple[Ints | None, dict[Reducer, Floats]]:
+        """Predict the routing of the layer after `position`: counts and sums, [experts].
 
-        Waits for the device. Returns (None, None) at the last layer.
+        Waits for the device. Returns `None` and no sums at the last layer.
 
         Args:
             position: the layer that is reached.
@@ -74,14 +117,14 @@ class Prediction:
         mine = slice(None) if mask is None or len(mask) != len(index) else mask != 0
         self._score(position, index, mine)
         if position + 1 == len(self._routers):
-            return None, None
-        chosen, gates = self._routers[position + 1].ask(hidden, index.shape[1])
-        self._last = position + 1, chosen
-        experts = self._layers[position + 1].experts
-        flat = chosen[mine].reshape(-1).clamp(max=experts).cpu().numpy()
-        weights = gates[mine].reshape(-1).double().cpu().numpy()
-        counts = np.bincount(flat, minlength=experts + 1)[:experts].astype(np.int64)
-        return counts, np.bincount(flat, weights, minlength=experts + 1)[:experts].astype(np.float64)
+            return None, {}
+        routing = self._routers[position + 1].ask(hidden, index.shape[1])
+        self._last = position + 1, routing.index
+        counters = self._counters[position + 1]
+        counters.clear()
+        counters.mask = mask
+        counters.add(0, routing)
+        return counters.layer(0)
 
     def _score(self, position: int, index: Tensor, mine: Any) -> None:
         last = self._last
@@ -97,7 +140,7 @@ class Prediction:
         return [h / n if n else None for h, n in zip(self.hits.tolist(), self.choices.tolist(), strict=True)]
 
 
-def _router_of(model: Any, layer: ExpertLayer) -> Router:
+def _router_of(model: Any, layer: ExpertLayer, reads_logits: bool = False) -> Router:
     """Find a layer's router: a sibling of the experts with a matrix [experts, hidden]; gate and router come first."""
     above, _, own = layer.module.rpartition(".")
     parent = model.get_submodule(above)
@@ -119,17 +162,22 @@ def _router_of(model: Any, layer: ExpertLayer) -> Router:
     ]
     if any(not hasattr(parent, name) for name in needed):
         raise _refused(where, f"has a router that takes {', '.join(needed)}")
-    made = Router(parent, found[0], tuple(needed))
+    made = Router(parent, found[0], layer.experts, tuple(needed))
     parameter = next(router.parameters())
     try:
         with torch.no_grad():
-            index, gates = made.ask(torch.zeros(2, width, dtype=parameter.dtype, device=parameter.device), 1)
+            told = made.ask(torch.zeros(2, width, dtype=parameter.dtype, device=parameter.device), 1)
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise _refused(where, f"has a router that cannot be asked ({str(error).splitlines()[0]})") from None
-    if len(index) != 2 or index.shape != gates.shape:
+    if len(told.index) != 2 or told.index.shape != told.gates.shape:
         raise _refused(where, "has a router whose answer is not understood")
-    return made
+    if told.logits is None:
+        if reads_logits:
+            raise _refused(where, "has a router that returns no logits")
+        return made
+    normed = bool((told.logits >= 0).all() and (told.logits.sum(-1) - 1).abs().max() < 1e-2)
+    return replace(made, normed=normed)
 
 
 def _refused(where: str, why: str) -> InputError:
-    return InputError(f"policy importance: the next layer cannot be predicted: {where} {why}: name prefetch=no")
+    return InputError(f"{where} {why}: the policy asks every layer's router: name prefetch=no, or another policy")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -26,13 +26,13 @@ NONE = (1 << VERSION_BITS) - 1  # a word of no version: kernels pass over its ex
 class Gpu(Protocol):
     """What a stage asks of a GPU: its computing stream, and events on it."""
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
+    def computing(self) -> contextlib.AbstractContextManager[object]:
         """Issue work on the stream that computes."""
 
-    def wait(self, event: Any) -> None:
+    def wait(self, event: torch.cuda.Event) -> None:
         """Let that stream wait for an event; the host does not."""
 
-    def mark(self) -> Any:
+    def mark(self) -> torch.cuda.Event:
         """Return an event that comes when the work issued so far has ended."""
 
 
@@ -44,7 +44,7 @@ class Stage:
         self._gpu = gpu
         self._rows = memory.view(torch.int32).view(-1, block // 4)
         self._lock = threading.Lock()
-        self._last: Any = None  # the end of the work on it
+        self._last: torch.cuda.Event | None = None  # the end of the work on it
         with torch.inference_mode(False):
             words = [row.data_ptr() for row in self._rows]
             self._words = torch.tensor(words, dtype=torch.int64, device=memory.device)
@@ -68,16 +68,17 @@ class Stage:
 class StagedLayer:
     """The experts of one layer in pinned memory, and the stage to which passes of many tokens bring them."""
 
-    def __init__(self, stage: Stage, of: ServedLayer, pinned: Sequence[Sequence[Handle]]) -> None:
-        """Know where the experts are: `pinned` are handles of all experts, [versions][experts]."""
+    def __init__(self, stage: Stage, of: ServedLayer, pinned: Sequence[Handle]) -> None:
+        """Know where the experts are: `pinned` are handles of all experts, [experts], at one version."""
         self._stage = stage
-        numbers = [of.numbers[row[0].version.name] for row in pinned if row[0].version is not None]
-        words = [[handle(h.extent.data_ptr(), n) for h in row] for n, row in zip(numbers, pinned, strict=True)]
-        sizes = [[-(-h.extent.numel() // 16) * 4 for h in row] for row in pinned]  # blocks are whole pages
+        version = pinned[0].version
+        assert version is not None
+        words = [handle(h.extent.data_ptr(), of.numbers[version.name]) for h in pinned]
+        sizes = [-(-h.extent.numel() // 16) * 4 for h in pinned]  # blocks are whole pages
         with torch.inference_mode(False):
             self._words = torch.tensor(words, dtype=torch.int64, device=of.device)
             self._sizes = torch.tensor(sizes, dtype=torch.int64, device=of.device)
-        self._most = max(map(max, sizes))
+        self._most = max(sizes)
 
     @contextlib.contextmanager
     def tables(self, handles: Tensor, counts: Tensor) -> Iterator[Iterator[Tensor]]:
@@ -95,9 +96,8 @@ class StagedLayer:
     def _parts(self, handles: Tensor, counts: Tensor, rows: Tensor, places: Tensor) -> Iterator[Tensor]:
         from moepack.runtime.kernels import exponent_triton
 
-        same = handles == self._words
-        there = same.any(0)
-        sizes = (same * self._sizes).amax(0)
+        there = handles == self._words
+        sizes = there * self._sizes
         sources = torch.where(there, (handles & ~NONE) + 1, 0)
         rest = torch.where(there, NONE, handles)
         for begin in range(0, len(handles), len(rows)):

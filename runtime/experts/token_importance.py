@@ -12,20 +12,20 @@ import functools
 import inspect
 import math
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.step.context import current
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WATCHED = ("eager", "sdpa")  # names of attention functions
 ELEMENT = 12  # bytes of memory to compute one attention weight: the product, in float32, and its softmax
@@ -72,7 +72,9 @@ def attention_received(
     for b in range(batch):
         at = torch.arange(queries, device=query.device) if text is None else text[b].nonzero()[:, 0]
         for begin, some in zip(range(0, max(1, len(at)), rows), at.split(rows), strict=True):
-            last = begin + len(some) - 1 if text is None else int(some[-1]) if len(some) else queries - 1
+            last = begin + len(some) - 1
+            if text is not None:
+                last = int(some[-1]) if len(some) else queries - 1
             seen = keys if not causal else last + 1 + (0 if mask is None else keys - queries)
             hidden: Tensor | None = None  # [heads or 1, rows, seen]
             if mask is not None:
@@ -109,33 +111,25 @@ def heavy_hitters(scores: Tensor, share: float, text: Tensor | None = None) -> T
     return (rank < most) & real
 
 
-class _Pass(threading.local):
-    """What a thread's pass over a prompt reads, and its heavy hitters by layer."""
-
-    def __init__(self) -> None:
-        self.shape: tuple[int, int] = (0, 0)
-        self.cached: int | Tensor = 0
-        self.text: Tensor | None = None
-        self.heavy: dict[int, Tensor] = {}
-
-
 class TokenImportance:
-    """The heavy hitters of prompts that are being read, by layer: of one in every thread."""
+    """The heavy hitters of the prompt that is being read, by layer. Passes take turns: their policy blocks."""
 
-    def __init__(self, model: Any, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[ExpertLayer], share: float, workspace: int) -> None:
         """Find the attention of each layer with experts. A `share` of a sequence's tokens are heavy hitters.
 
         `workspace` bytes hold attention weights. Raises InputError when a layer's attention cannot be observed.
         """
         self._share = share
-        self._layers = tuple(layers)
         self._workspace = workspace
         self._positions = {id(_attention_of(model, layer.module)): i for i, layer in enumerate(layers)}
-        configs = [m.config for m in model.modules() if hasattr(m, "config")]
+        configs: list[Any] = [m.config for m in model.modules() if hasattr(m, "config")]
         self._configs = list({id(c): c for c in configs if hasattr(c, "_attn_implementation_internal")}.values())
         self._kind = type(model).__name__
-        self._pass = _Pass()
-        self._one = threading.Lock()  # whose holder computes attention received: the budget has one workspace a stream
+        # what the pass reads, and its heavy hitters by layer
+        self._shape: tuple[int, int] = (0, 0)
+        self._cached = 0
+        self._text: Tensor | None = None
+        self._heavy: dict[int, Tensor] = {}
         _watch_all()
         self._check()
 
@@ -145,87 +139,64 @@ class TokenImportance:
                 raise refused(self._kind, f"attention {config._attn_implementation!r}")
 
     @contextlib.contextmanager
-    def watching(self, shape: tuple[int, int], text: Tensor | None, cached: int | Tensor) -> Iterator[None]:
+    def watching(self, shape: tuple[int, int], text: Tensor | None, cached: int) -> Iterator[None]:
         """Observe the attention of a pass over a prompt inside the context.
 
         Args:
             shape: the shape of the pass's tokens, (batch, tokens).
             text: [batch x tokens], 0 for padding; `None` without padding.
-            cached: tokens that the caches hold before the pass; a tensor without dimensions where a device counts them.
+            cached: tokens that the caches hold before the pass.
 
         Raises InputError when the model's attention was changed to one that cannot be observed.
         """
         self._check()
-        mine = self._pass
         try:
-            mine.shape = shape
-            mine.cached = cached
-            mine.text = None if text is None else (text != 0).view(shape)
+            self._shape = shape
+            self._cached = cached
+            self._text = None if text is None else (text != 0).view(shape)
             yield
         finally:
-            mine.shape = (0, 0)
-            mine.text = None
-            mine.heavy.clear()
+            self._shape = (0, 0)
+            self._text = None
+            self._heavy.clear()
 
-    def saw(self, module: Any, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
+    def saw(self, module: object, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
         """Compute and keep the heavy hitters of one attention layer's call; `given` are its further arguments."""
         position = self._positions.get(id(module))
-        if position is None or (query.shape[0], query.shape[2]) != self._pass.shape:
+        if position is None or (query.shape[0], query.shape[2]) != self._shape:
             return
         causal = given.get("is_causal")
         scaling = given.get("scaling")
-        with self._one:
-            received = attention_received(
-                query,
-                key,
-                mask,
-                query.shape[-1] ** -0.5 if scaling is None else scaling,
-                bool(getattr(module, "is_causal", True) if causal is None else causal),
-                self._pass.text,
-                given.get("softcap"),
-                given.get("s_aux"),
-                self._workspace,
-            )
+        received = attention_received(
+            query,
+            key,
+            mask,
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            bool(getattr(module, "is_causal", True) if causal is None else causal),
+            self._text,
+            given.get("softcap"),
+            given.get("s_aux"),
+            self._workspace,
+        )
         tokens = query.shape[2]
-        keys = key.shape[2]
-        # a cache of fixed length has keys behind the pass's, too
-        cached = self._pass.cached
-        last = keys - tokens
-        if isinstance(cached, Tensor):
-            mine = received[:, cached.clamp(max=last) + torch.arange(tokens, device=received.device)]
-        else:
-            mine = received[:, min(cached, last) : min(cached, last) + tokens]
-        self._pass.heavy[position] = heavy_hitters(mine, self._share, self._pass.text)
+        first = min(self._cached, key.shape[2] - tokens)  # a cache of fixed length has keys behind the pass's, too
+        self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
 
-    def important(self, position: int, index: Tensor) -> npt.NDArray[np.int64] | None:
-        """Return what `counted` does, on the host. Waits for the device."""
-        counts = self.counted(position, index)
-        return None if counts is None else counts.cpu().numpy()
-
-    def counted(self, position: int, index: Tensor) -> Tensor | None:
-        """The number of heavy hitters routed to each expert of a layer (dymoe, equation 2), int64 [experts].
-
-        `index` is [tokens, top_k]; a number past the last expert is ignored. Returns `None` if the layer's attention
-        was not observed.
-        """
-        heavy = self._pass.heavy.pop(position, None)
-        experts = self._layers[position].experts
-        if heavy is None or heavy.numel() != len(index):
-            return None
-        chosen = index.long().clamp(max=experts).masked_fill(~heavy.view(-1, 1), experts).reshape(-1)
-        counts = torch.zeros(experts + 1, dtype=torch.int64, device=index.device)
-        return counts.scatter_add_(0, chosen, torch.ones_like(chosen))[:experts]
+    def heavy(self, position: int, tokens: int) -> Tensor | None:
+        """Return whether each token is a heavy hitter, bool [tokens]; `None` if the attention was not observed."""
+        heavy = self._heavy.pop(position, None)
+        return None if heavy is None or heavy.numel() != tokens else heavy.view(-1)
 
 
 def refused(kind: str, why: str) -> InputError:
     """Return the error for a model whose attention cannot be observed."""
     return InputError(
-        f"policy importance needs attention weights, which {kind}'s layers do not give ({why}): load it with "
-        "attn_implementation='sdpa' or 'eager' where it has those, or name by=counts, which does without"
+        f"the policy needs attention weights, which {kind}'s layers do not give ({why}): load it with "
+        "attn_implementation='sdpa' or 'eager' where it has those, or name importance:by=counts, which does without"
     )
 
 
-def _attention_of(model: Any, experts: str) -> Any:
+def _attention_of(model: PreTrainedModel, experts: str) -> nn.Module:
     """Find the attention module in the decoder layer that has these experts. Raises InputError if there is none."""
     path = experts.split(".")
     ends = [
@@ -242,11 +213,11 @@ def _attention_of(model: Any, experts: str) -> Any:
     raise refused(type(model).__name__, name or experts)
 
 
-def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(run: Callable[..., object]) -> Callable[..., object]:
     """Return an attention function that calls `run`, and lets the running step's `TokenImportance` see the call."""
 
     @functools.wraps(run)  # who asks whose function it is, as for kernels that stand in for transformers' own, is told
-    def forward(*args: Any, **given: Any) -> Any:
+    def forward(*args: Any, **given: Any) -> object:
         out = run(*args, **given)
         step = current()
         if step is not None and step.importance is not None:  # set by ForwardWrapper.step for a prompt
@@ -260,7 +231,9 @@ def _watched(run: Callable[..., Any]) -> Callable[..., Any]:
 _kept = functools.cache(_watched)  # others keep one function for each that they get
 
 
-def _called(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any) -> Any:
+def _called(
+    module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+) -> tuple[object, Tensor, Tensor, Tensor | None, dict[str, Any]]:
     """The arguments of `saw`, by the names that families may call an attention function with."""
     return module, query, key, attention_mask, given
 
@@ -271,16 +244,18 @@ def _watch_all() -> None:
     by_name = AttentionInterface.get_interface
     by_index = AttentionInterface.__getitem__
 
-    def seen(name: str, found: Callable[..., Any]) -> Callable[..., Any]:
+    def seen(name: str, found: Callable[..., object]) -> Callable[..., object]:
         if name not in WATCHED or torch.compiler.is_compiling() or getattr(found, "is_watched", False):
             return found
         plain = isinstance(found, types.FunctionType) and found.__closure__ is None  # which lives as long as its module
         return _kept(found) if plain else _watched(found)
 
-    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(
+        self: AttentionInterface, attn_implementation: str, default: Callable[..., object]
+    ) -> Callable[..., object]:
         return seen(attn_implementation, by_name(self, attn_implementation, default))
 
-    def getitem(self: Any, name: str) -> Callable[..., Any]:
+    def getitem(self: Any, name: str) -> Callable[..., object]:
         return seen(name, by_index(self, name))  # type: ignore[no-untyped-call]
 
     AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]

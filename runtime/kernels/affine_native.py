@@ -19,7 +19,6 @@ from torch import Tensor
 
 from moepack.pack import isa
 from moepack.pack.codec.rotation import signs
-from moepack.pack.errors import CodecError
 from moepack.pack.spec import Matrix, Version
 
 from .forms import make_forms
@@ -42,9 +41,7 @@ class Gemm(ctypes.Structure):
     _fields_ = [
         *((name, WORD) for name in ("rows", "cols", "experts", "versions", "slots", "share")),
         *((name, WORD) for name in ("x_bf16", "out_bf16", "tiles", "threads")),
-        *((name, POINTER) for name in ("x", "index", "out", "handles", "forms", "limits", "coded", "decode")),
-        ("tile", WORD),
-        ("report", POINTER),
+        *((name, POINTER) for name in ("x", "index", "out", "handles", "forms", "limits")),
     ]
 
 
@@ -110,38 +107,6 @@ use_level()
 openmp = use_openmp()
 
 
-class CodedExperts:
-    """Matrices that a product decodes into their place before it uses them, and a report about decoding."""
-
-    def __init__(self, experts: int) -> None:
-        # By expert, the address of its exponent_native.Opened; 0 for a matrix that is decoded already
-        self.opened = np.zeros(experts, np.uint64)
-        # 1 + the expert whose bytes are not a coded matrix (0: none); the decoder's status; nanoseconds of decoding
-        self.report = np.zeros(3, np.int64)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that threads spent on decoding, added up."""
-        return float(self.report[2]) / 1e9
-
-    def hand(self, gemm: Gemm) -> None:
-        """Write the addresses of matrices and report into a product's arguments."""
-        from moepack.pack.codec import exponent_native
-
-        gemm.coded = self.opened.ctypes.data
-        gemm.report = self.report.ctypes.data
-        gemm.decode = exponent_native.part_address()
-        gemm.tile = exponent_native.TILE
-
-
-class BadCodes(CodecError):
-    """A matrix of `expert` has malformed codes."""
-
-    def __init__(self, expert: int, status: int) -> None:
-        self.expert = expert
-        super().__init__(f"tile {status // 8}: bad codes")
-
-
 def has_tiles(dtype: torch.dtype) -> bool:
     """Whether experts with many tokens of this dtype run in tiles: BF16, on a processor that multiplies BF16."""
     return dtype == torch.bfloat16 and level >= LEVELS.index("avx512-bf16")
@@ -192,7 +157,6 @@ def product(
     out: Tensor,
     limits: npt.NDArray[np.int64] | None = None,
     threads: int | None = None,
-    coded: CodedExperts | None = None,
 ) -> None:
     """Compute out[s] = W x + b for every slot s, by expert index[s], of the activation x[s // (slots / activations)].
 
@@ -204,10 +168,8 @@ def product(
         out: float32 or bfloat16 [slots, rows]; rows of skipped slots are not written.
         limits: int64 [versions]. An expert with more slots than its version's limit runs in tiles if `has_tiles` holds
             for x's dtype (weights are rounded to BF16 if slots are many), and is skipped otherwise.
-        coded: BF16 matrices to decode first, to the places to which their handles point.
 
     Raises:
-        BadCodes: for a malformed matrix of `coded`; `out` is then partly written.
         ValueError: for tensors of other shapes or dtypes, or that are not contiguous; for a form that the library does
             not know, before anything is written.
         MemoryError: when memory for activations is short.
@@ -239,11 +201,7 @@ def product(
         forms.address(matrix),
         (forms.unlimited if limits is None else limits).ctypes.data,
     )
-    if coded is not None:
-        coded.hand(gemm)
     failed = int(library.moepack_affine_product(ctypes.byref(gemm)))
-    if failed < 0 and coded is not None:
-        raise BadCodes(int(coded.report[0]) - 1, int(coded.report[1]))
     if failed == 1:
         raise MemoryError(f"no memory for {rows} activations")
     if failed:

@@ -36,6 +36,7 @@ class Tiling:
 
 
 # Chosen so that no kernel spills registers or passes an architecture's shared memory: `python -m benchmarks.resources`.
+Constants = dict[str, Any]  # what a kernel is compiled for, by its parameters' names
 DECODE = Tiling(SLOTS.value, ROWS.value)  # gemv_triton.py's
 MANY = Tiling(32, 128)  # many_triton.py's; 64 slots took 1.12 to 1.29 of its time for 512 tokens, 0.86 to 1 for 2,048
 BLOCK = 512  # numbers of a row that a program of `arrange` takes
@@ -67,8 +68,13 @@ class Geometry:
     count: Tensor  # int32 [blocks]: the number of a block's slots
     tokens: int  # the most slots of a block
 
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What kernels are given of it."""
+        return self.order, self.expert, self.first, self.count
 
-def _read(form: Form) -> dict[str, Any]:
+
+def _read(form: Form) -> Constants:
     """How kernels read a form: its codes, its scales, and the columns of a group that a thread takes in one load."""
     own = (form.bits - SMALL, 0, "e3m5") if form.bits > SMALL else (form.bits, 0, "bf16")
     bits, mantissa, scale = _RELEASED.get(form.bits, own)
@@ -84,7 +90,7 @@ def _read(form: Form) -> dict[str, Any]:
     }
 
 
-def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool) -> dict[str, Any]:
+def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool) -> Constants:
     """What the kernel for few tokens is compiled for: a thread's columns, loads and share of a matrix's columns.
 
     A warp has U loads' columns of R groups at a time: some four loads of 16 bytes a thread are to be under way, fewer
@@ -110,7 +116,7 @@ def tiling_for(slots: float) -> Tiling:
     return DECODE if slots <= 2 * DECODE.tokens else MANY
 
 
-def many_cases(form: Form, rows: int, cols: int, gated: bool) -> dict[str, Any]:
+def many_cases(form: Form, rows: int, cols: int, gated: bool) -> Constants:
     """What the kernel for many tokens is compiled for. Of a gate's rows a program takes half as many, and up's too."""
     read = _read(form)
     of = MANY.rows >> gated
@@ -159,9 +165,8 @@ def product(
         ValueError: for shapes or dtypes that do not fit.
     """
     check(matrix, len(geometry.order), handles, geometry, x, out, tiling, gated)
-    blocks = geometry.order, geometry.expert, geometry.first, geometry.count
     for number in served:
-        _launch(len(geometry.expert), forms[number], matrix, handles, blocks, x, out, tiling, number, gated)
+        _launch(len(geometry.expert), forms[number], matrix, handles, geometry.blocks, x, out, tiling, number, gated)
 
 
 def check(
@@ -250,7 +255,7 @@ def capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
-def _arranged(x: Tensor, read: dict[str, Any]) -> tuple[Tensor, Tensor, int]:
+def _arranged(x: Tensor, read: Constants) -> tuple[Tensor, Tensor, int]:
     """What `arrange` makes of [rows, cols]: BF16 [terms, rows, width], float32 sums [groups, rows], and the width."""
     bits = read["BITS"]
     group = read["GROUP"]

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -229,12 +229,12 @@ class DecodeJob:
 
 
 @lru_cache(1 << 14)
-def _table(code: bytes) -> np.ndarray[Any, Any]:
+def _table(code: bytes) -> npt.NDArray[np.int32]:
     """What the kernel looks up, int32 [256]: exponents times 256, plus code lengths. Made in 40 us, for each matrix."""
     given = np.frombuffer(code, np.uint8)
     made = Code(given[:16], given[16:])
     table = made.table()
-    entries: np.ndarray[Any, Any] = made.exponent[table >> 4].astype(np.int32) << 8 | (table & 15)
+    entries: npt.NDArray[np.int32] = made.exponent[table >> 4].astype(np.int32) << 8 | (table & 15)
     return entries
 
 
@@ -289,7 +289,7 @@ class CodedLayer:
     biases: bool  # whether matrices have biases
 
 
-def places_of(header: Buffer, at: int, to: int, bias: tuple[int, int, int]) -> tuple[list[int], np.ndarray[Any, Any]]:
+def places_of(header: Buffer, at: int, to: int, bias: tuple[int, int, int]) -> tuple[list[int], npt.NDArray[np.int32]]:
     """Return a matrix's row of `CodedLayer.fields` and of `tables`.
 
     Args:

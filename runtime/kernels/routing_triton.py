@@ -425,6 +425,8 @@ def route(
     if given is None and tokens * choice["SLOTS"] > 8:  # more scores or slots take more registers than a thread has
         given = index, gates = choose(form, x, bias, dtype)
         x = index
+    if given is not None:
+        warps = 4 if power(tokens) * choice["SLOTS"] <= 64 else 8
     _routing[(1,)](
         x,
         bias,
@@ -445,7 +447,7 @@ def route(
         WIDTH=width,
         ROWS=power(tokens),
         **choice,
-        num_warps=warps if given is None else 4 if power(tokens) * choice["SLOTS"] <= 64 else 8,
+        num_warps=warps,
     )
     expert, first, size, live = room[: 4 * slots].view(4, slots).unbind()
     return Routed(index, gates, Geometry(room[4 * slots :], expert, first, size, width), live)
@@ -594,7 +596,11 @@ def sort(index: Tensor, table: Tensor, tokens: int) -> tuple[Geometry, Tensor, T
 def reference(form: Routing, logits: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return experts and gates, float32, of logits [tokens, experts] in plain torch: what `route` is held against."""
     x = logits.float()
-    scores = x.softmax(-1) if form.scores == "softmax" else x.sigmoid() if form.scores == "sigmoid" else x
+    scores = x
+    if form.scores == "softmax":
+        scores = x.softmax(-1)
+    elif form.scores == "sigmoid":
+        scores = x.sigmoid()
     choice = scores if bias is None else scores + bias
     if form.groups > 1:
         of = choice.view(len(x), form.groups, -1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -98,9 +97,9 @@ def _switch(  # type: ignore[no-untyped-def]
 @lru_cache(256)
 def _versions(
     forms: tuple[Form, ...], served: tuple[int, ...], rows: int, cols: int, terms: int, gated: bool
-) -> dict[int, tuple[tuple[Any, ...], ...]]:
+) -> dict[int, tuple[tuple[object, ...], ...]]:
     """What the kernel is compiled for, by the number of warps: each version's arguments of `few`."""
-    out: dict[int, tuple[tuple[Any, ...], ...]] = {}
+    out: dict[int, tuple[tuple[object, ...], ...]] = {}
     for number in served:
         f = forms[number]
         kernel_of(f.name)
@@ -147,10 +146,7 @@ def switched(
     for warps, versions in parts.items():
         _switch[slots, -(-(matrix.rows >> gated) // DECODE.rows)](
             handles,
-            geometry.order,
-            geometry.expert,
-            geometry.first,
-            geometry.count,
+            *geometry.blocks,
             x,
             out,
             matrix.rows,

@@ -149,5 +149,5 @@ def _numbers(random: np.random.Generator, *shape: int) -> Tensor:
 
 
 def _differs(got: Tensor, want: Floats, allowed: float) -> bool:
-    error: Any = np.abs(got.double().numpy() - want).max()
+    error: np.floating[Any] = np.abs(got.double().numpy() - want).max()
     return not error <= allowed * np.sqrt((want**2).mean())  # NaN differs

@@ -42,7 +42,9 @@ class GrowingLayer(DynamicLayer):
     keys: Any
     values: Any
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append keys and values, [batch, heads, tokens, cols] each; return all of them."""
         plain = torch.compiler.is_compiling() or not self.get_seq_length()
         if plain or not (_is_next(self.keys, key_states) and _is_next(self.values, value_states)):
@@ -108,7 +110,7 @@ def _has_place(room: _Room, tokens: int) -> bool:
     return place and (not room.tensor.is_inference() or torch.is_inference_mode_enabled())
 
 
-def grow_in_place(cache: Any, most: int) -> None:
+def grow_in_place(cache: object, most: int) -> None:
     """Let a cache's plain growing layers on a CPU append in place; `most` is the workload's number of tokens."""
     for number, layer in enumerate(getattr(cache, "layers", ())):
         if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.device.type == "cpu":
@@ -116,7 +118,7 @@ def grow_in_place(cache: Any, most: int) -> None:
             vars(layer).update(number=number, most=most)
 
 
-def growth(cache: Any, spare: int = SPARE) -> tuple[int, int, bool]:
+def growth(cache: object, spare: int = SPARE) -> tuple[int, int, bool]:
     """What one more token adds to a cache's layers that append in place.
 
     From now on these take memory for at most `spare` tokens ahead.

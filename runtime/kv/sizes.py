@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,18 +34,18 @@ class KvShape:
         return bisect.bisect_right(range(1, most + 1), size, key=lambda tokens: self.bytes(tokens, batch))
 
 
-def storages(cache: Any) -> dict[int, int]:
+def storages(cache: object) -> dict[int, int]:
     """Return the bytes of every storage that a cache object holds, by the storage's identity, in the object's order."""
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(cache)}
 
 
-def cache_bytes(cache: Any) -> int:
+def cache_bytes(cache: object) -> int:
     """Return the bytes of a cache object: its `held_bytes` if it has them, else the bytes of all its storages."""
     counted = getattr(cache, "held_bytes", None)
     return int(counted) if counted is not None else sum(storages(cache).values())
 
 
-def tensors(cache: Any) -> Iterator[Tensor]:
+def tensors(cache: object) -> Iterator[Tensor]:
     """Yield the tensors that a cache object holds, at any depth."""
     seen: set[int] = set()
     left = [cache]
@@ -65,11 +64,11 @@ def tensors(cache: Any) -> Iterator[Tensor]:
             left.extend(reversed(thing))
 
 
-def static_length(cache: Any) -> int:
+def static_length(cache: object) -> int:
     """Return the tokens for which a static cache allocates memory at its first token; 0 for a cache that grows."""
     return max((int(getattr(layer, "max_cache_len", 0) or 0) for layer in getattr(cache, "layers", ())), default=0)
 
 
-def sliding_window(cache: Any) -> int:
+def sliding_window(cache: object) -> int:
     """Return the longest sliding window of a cache's layers; 0 if none has a window."""
     return max((int(getattr(layer, "sliding_window", 0) or 0) for layer in getattr(cache, "layers", ())), default=0)

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 
-def cached_tokens(cache: Any) -> int | None:
+def cached_tokens(cache: object) -> int | None:
     """Return the tokens that a cache holds; None if only a device knows."""
     length = cache.get_seq_length() if hasattr(cache, "get_seq_length") else 0
     return None if isinstance(length, Tensor) and length.device.type != "cpu" else int(length)
 
 
-def emptied(cache: Any) -> bool:
+def emptied(cache: object) -> bool:
     """Whether a static cache was emptied since the last call; the first call for a cache only begins to watch it."""
     for layer in getattr(cache, "layers", ()):
         if isinstance(getattr(layer, "cumulative_length", None), Tensor):
@@ -26,14 +26,15 @@ def emptied(cache: Any) -> bool:
 
 
 @lru_cache
-def _watched(kind: Any) -> Any:
+def _watched(kind: type[Any]) -> type:
     """The class of a layer that notes when it is emptied. Its updates are transformers' own, and compile as they do."""
 
     def reset(self: Any) -> None:
         self.moepack_emptied = True
         kind.reset(self)
 
-    def reduce(self: Any, _: Any) -> Any:  # pickles and copies are of transformers' own class, as pickle asks by name
+    def reduce(self: object, _: object) -> tuple[object, ...]:
+        # Pickles and copies are of transformers' own class, as pickle asks by name
         made: Any = object.__reduce_ex__(self, 0)
         return made[0], (kind, *made[1][1:]), *made[2:]
 

@@ -2,9 +2,9 @@
 
 A layer's launches decode the experts that its tokens chose, and the products follow on the same stream. All that they
 read is on the device: which experts, where their coded bytes are (in device memory, or in pinned host memory, from
-where a launch first brings them), and the slots. So no launch waits for the host, and a CUDA graph holds them, whereas
-a window (window.py) is managed by the host. Steps share the slots, so they take turns. The bytes of every expert stay
-in host memory; the device holds as many of them, coded, as fit.
+where a launch first brings them), and the slots. So no launch waits for the host, and a CUDA graph holds them. Steps
+share the slots, so they take turns. The bytes of every expert stay in host memory; the device holds as many of them,
+coded, as fit.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ from moepack.runtime.kernels import exponent_triton
 from moepack.runtime.planning.paging import InPlaceSize
 from moepack.runtime.policies.placements import Where
 
-from .paging import PagingCounts
-
 log = logging.getLogger("moepack.runtime")
 Array = npt.NDArray[Any]
 
@@ -40,8 +38,6 @@ class PagesInPlace:
 
     def __init__(self, device: CudaDevice, layers: Sequence[LayerExperts], version: Version, size: InPlaceSize) -> None:
         """Allocate the slots."""
-        self.counts = PagingCounts()
-        self.filler = self
         self._device = device
         self._version = version
         self._layers = tuple(x.of for x in layers)
@@ -97,7 +93,7 @@ class PagesInPlace:
             if self._reported.done():
                 self._check()
 
-    def end(self, step: Any) -> None:
+    def end(self) -> None:
         """End a step: have the decoders' reports copied to the host."""
         gpu = self._device.gpu
         with gpu.computing():
@@ -172,9 +168,6 @@ class PagesInPlace:
         )
 
     # --- the end
-
-    def close(self, wait: bool = True) -> None:
-        """Do nothing: there are no threads."""
 
     def forget(self) -> None:
         """Free all memory, once no step can run any more and all its work has ended."""

@@ -6,8 +6,6 @@ argument that contains " out of memory." (accelerate, and with it transformers' 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from moepack.pack.errors import InputError
@@ -20,7 +18,7 @@ class BudgetExceeded(InputError, torch.OutOfMemoryError):
         self.text = text
         super().__init__(f"{text}: out of memory.")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.text,)
 
 
@@ -31,5 +29,5 @@ class TooSmallError(BudgetExceeded):
         self.least = least
         super().__init__(text)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.text, self.least)

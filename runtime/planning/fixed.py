@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from moepack.runtime.kv.sizes import KvShape
 from moepack.runtime.planning.options import Workload
 
 from .config import TOP_K
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 log = logging.getLogger("moepack.runtime")
 FAR = 4096  # the longest context measured has at least this many tokens: activations grow with the cache
@@ -42,7 +45,7 @@ class Fixed:
     kv: int = 0  # the requested KV cache
     activations: int = 0  # the most that a forward pass takes beside weights and cache
     staging: int = 0  # buffers through which lossless extents are decoded, and prompts' pinned experts are read
-    window: int = 0  # the memory into which paged experts are decoded while their layer runs
+    window: int = 0  # the slots in which a GPU decodes experts in place while their layer runs
     entries: int = 0  # a GPU's page entries for pinned host memory (`page_entries`)
 
     @property
@@ -100,7 +103,7 @@ class MeasuredNeeds:
         return min(takes, self.activations) if within and batch <= asked.batch else takes
 
 
-def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
+def dense_bytes(model: PreTrainedModel, layers: Sequence[ExpertLayer] = ()) -> int:
     """Return the bytes of a model's parameters and buffers outside the experts of `layers`; tied ones count once."""
     from .skeleton import EXPERT_PARAMETERS
 
@@ -110,7 +113,7 @@ def dense_bytes(model: Any, layers: Sequence[ExpertLayer] = ()) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 
 
-def lone_embedding(model: Any) -> tuple[str, nn.Embedding] | None:
+def lone_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | None:
     """Return a model's input embedding and its name, if it is a plain one that nothing else in the model uses."""
     try:
         module = model.get_input_embeddings()
@@ -126,7 +129,7 @@ def lone_embedding(model: Any) -> tuple[str, nn.Embedding] | None:
 
 
 def measure(
-    bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
+    bundle: Bundle, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, workload: Workload
 ) -> tuple[MeasuredNeeds, int]:
     """Measure the memory of a workload on a model's skeleton, in about ten forward passes without arithmetic.
 
@@ -138,7 +141,8 @@ def measure(
     """
     layers = tuple(bundle.layers)
     model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
-    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense))
+    compiled = backends.library() is not None
+    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense), compiled)
     found = _known.get(key)
     if found is None:
         try:
@@ -154,16 +158,16 @@ def measure(
     return found
 
 
-_known: dict[Any, tuple[MeasuredNeeds, int]] = {}
+_known: dict[Hashable, tuple[MeasuredNeeds, int]] = {}
 
 
-def plain_config(config: Any) -> dict[str, Any]:
+def plain_config(config: PreTrainedConfig) -> dict[str, object]:
     """Return a model's config as a dictionary, without the entry that moepack adds to it."""
     return {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
 
 
 def _measure(
-    config: Any,
+    config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
     layers: Sequence[ExpertLayer],
@@ -215,13 +219,13 @@ def _measure(
     return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table), dense
 
 
-def top_k(config: Any) -> int:
+def top_k(config: PreTrainedConfig) -> int:
     """Return the number of experts to which a layer sends a token, from a config."""
     text = config.get_text_config()
     return int(next((k for name in TOP_K if (k := getattr(text, name, None))), 8))
 
 
-def dense_shapes(model: Any) -> list[list[tuple[int, int]]]:
+def dense_shapes(model: PreTrainedModel) -> list[list[tuple[int, int]]]:
     """Return the shapes (rows, cols) of a model's linear maps, in lists of maps that share an input."""
     together: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for name, module in model.named_modules():
@@ -236,7 +240,7 @@ def dense_arena(shapes: Sequence[Sequence[tuple[int, int]]], tokens: int) -> int
     return max((backends.dense_kept_bytes(some, tokens) for some in shapes), default=0)
 
 
-def on_cuda(model: Any, layers: Sequence[ExpertLayer], device: torch.device, needs: MeasuredNeeds) -> int:
+def on_cuda(model: PreTrainedModel, layers: Sequence[ExpertLayer], device: torch.device, needs: MeasuredNeeds) -> int:
     """Run the largest requested pass on a GPU, and return what torch's allocator then takes more of it, in bytes.
 
     They include memory of cuBLAS and attention kernels, which the skeleton does not see, and the allocator's rounding.

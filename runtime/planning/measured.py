@@ -21,6 +21,7 @@ from moepack.pack.user_files import cache_path, read_own, write_whole
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
     from moepack.pack.reader import Bundle
 
@@ -33,7 +34,7 @@ MOST = 1 << 50  # the largest valid number in a file
 
 
 def measured(
-    bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload
+    bundle: Bundle, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, workload: Workload
 ) -> tuple[MeasuredNeeds, int]:
     """Return the result of `fixed.measure`, from the cache if the same measurement is there.
 
@@ -52,7 +53,7 @@ def measured(
     return found
 
 
-def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, workload: Workload) -> str:
+def _key(bundle: Bundle, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, workload: Workload) -> str:
     """Return the digest of everything on which measurements depend: model, workload, machine, programs."""
     import torch
     import transformers
@@ -60,12 +61,19 @@ def _key(bundle: Bundle, config: Any, dtype: torch.dtype, device: torch.device, 
     from .fixed import plain_config
 
     parts = (
-        plain_config(config), getattr(config, "_attn_implementation", None), dtype, device.type, bundle.layers,
+        plain_config(config),
+        getattr(config, "_attn_implementation", None),
+        dtype,
+        device.type,
+        bundle.layers,
         bool(bundle.manifest.dense),
-        asdict(workload), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(),
+        asdict(workload),
+        torch.get_num_threads(),
+        torch.backends.cpu.get_cpu_capability(),
         sorted((k, v) for k, v in os.environ.items() if k.startswith(("MOEPACK_", "ATEN_", "ONEDNN_"))),
-        (torch.__version__, transformers.__version__, sys.version), _sources(),
-    )  # fmt: skip
+        (torch.__version__, transformers.__version__, sys.version),
+        _sources(),
+    )
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 

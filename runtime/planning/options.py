@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.registry import Policy, parse_policy
 
 from .sizes import Bound, parse_bound, parse_size
+
+if TYPE_CHECKING:
+    import torch
 
 METHOD = "moepack"  # the name of the quantisation method in transformers
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -112,7 +115,7 @@ class LoadOptions:
     device_memory: int | str | None = None
     memory: int | str | None = None
     policy: str | None = None
-    dtype: Any = "auto"
+    dtype: str | torch.dtype = "auto"
     kv_tokens: int | None = None
     batch: int | None = None
     prefill_tokens: int | None = None
@@ -171,13 +174,13 @@ class LoadOptions:
         return Workload(**{name: value for name, value in given.items() if value is not None})
 
     @property
-    def torch_dtype(self) -> Any:
+    def torch_dtype(self) -> str | torch.dtype:
         """`dtype` in the form that transformers accepts."""
         import torch
 
         return getattr(torch, self.dtype) if isinstance(self.dtype, str) and self.dtype != "auto" else self.dtype
 
-    def served(self) -> dict[str, Any]:
+    def served(self) -> dict[str, object]:
         """Return the fields that are set and that transformers does not know, for moepack's plug-in to transformers."""
         return {name: value for name in SERVED if (value := getattr(self, name)) is not None}
 
@@ -191,7 +194,7 @@ class LoadOptions:
         These variables are for programs that load a bundle by its path. MOEPACK_DENSE is read only if the bundle has
         versions of its dense matrices (`has_dense`). Raises InputError for an invalid value.
         """
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, str | None] = {}
         for field, variable in (("device_memory", DEVICE_MEMORY), ("memory", MEMORY)):
             sizes[field] = os.environ.get(variable) or None
             try:

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 FUSED = ("sdpa", "flash", "flex", "paged")  # attention implementations that neither keep nor return weights
@@ -30,7 +33,7 @@ class Outputs:
     flags: frozenset[str]  # the names of outputs that the config turned on, and that were measured
 
     @classmethod
-    def of(cls, model: Any, routed: int, all_logits: bool) -> Outputs:
+    def of(cls, model: PreTrainedModel, routed: int, all_logits: bool) -> Outputs:
         """Describe a loaded model with `routed` experts in all layers."""
         config = model.config.get_text_config()
         head = model.get_output_embeddings()  # a packed head has no `weight`; a resized head's config is out of date
@@ -45,7 +48,7 @@ class Outputs:
             frozenset(name for name in FLAGS if _is_on(config, {}, name)),
         )
 
-    def bytes(self, config: Any, given: Mapping[str, Any], tokens: int, length: int, batch: int) -> int:
+    def bytes(self, config: PreTrainedConfig, given: Mapping[str, Any], tokens: int, length: int, batch: int) -> int:
         """Return the bytes of a pass's outputs that were not measured.
 
         `given` are the pass's arguments by name, with defaults. `tokens` and `length` are the new tokens and the cached
@@ -75,13 +78,13 @@ class Outputs:
         return size
 
 
-def _heads(config: Any) -> int:
+def _heads(config: PreTrainedConfig) -> int:
     """Return the number of attention heads; of layers that differ, the most."""
     layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
     return max(int(layer.num_attention_heads) for layer in layers)
 
 
-def _is_on(config: Any, given: Mapping[str, Any], name: str) -> bool:
+def _is_on(config: PreTrainedConfig, given: Mapping[str, Any], name: str) -> bool:
     wanted = given.get(name)
     if wanted is None:
         wanted = getattr(config, name, None)

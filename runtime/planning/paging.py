@@ -1,28 +1,24 @@
-"""The costs of expert paging: the window's bytes, and the bandwidths at which experts reach the window.
+"""The costs of coded experts: a GPU's slots for those that are decoded in place, and the bandwidths of their sources.
 
-The window is memory for the decoded experts of two layers (fluxmoe, section 3.1). Bandwidths are measured briefly on
-extents of the bundle (section 4.2). Of an encoding this module knows the extent in memory and `Version.restore`.
+Bandwidths are measured briefly on extents of the bundle (fluxmoe, section 4.2). Of an encoding this module knows the
+extent in memory and `Version.restore`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import torch
 
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import MEMORY_PAGE, ExpertLayer, Matrix, Version, align
-from moepack.runtime.kernels.forms import make_forms
+from moepack.pack.spec import MEMORY_PAGE, ExpertLayer, Version, align
 from moepack.runtime.policies.contract import Ladder
-from moepack.runtime.policies.placements import PAGED, Where
+from moepack.runtime.policies.placements import CODED, Where
 
-LOADERS = 2  # threads that load experts beside the forward pass
 # Bytes of torch's segments (c10/core/AllocatorConfig.h): blocks up to SMALL share 2 MiB, below LARGE 20 MiB; each
 # larger one takes whole 2 MiB
 SMALL = 1 << 20
@@ -30,21 +26,8 @@ LARGE = 10 << 20
 SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 BRIEFLY = 0.08  # seconds for which the bandwidth of one source is measured
-
-
-@dataclass(frozen=True, slots=True)
-class WindowSize:
-    """The size of the window into which paged experts are decoded or read."""
-
-    blocks: int  # of each type: the most experts of two consecutive layers (the first follows the last)
-    # Bytes of a block of each type, in whole system pages: the largest page of that type (`page_starts`); on a GPU
-    # there is one type, whole experts
-    sizes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole window."""
-        return self.blocks * sum(self.sizes)
+EXTENTS = 4  # experts on which it is measured
+INFINITE = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +53,6 @@ def in_place_size(layers: Sequence[ExpertLayer], version: Version, largest: int)
     return InPlaceSize(max(x.experts for x in layers), slot, align(largest, MEMORY_PAGE), align(places, MEMORY_PAGE))
 
 
-def by_matrix(version: Version) -> bool:
-    """Whether each matrix of an expert is a page of its own, which a CPU can decode alone; else an expert is one."""
-    return version.plain and version.entropy_coded
-
-
-def page_starts(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]:
-    """Return the offsets of an expert's pages in its extent in memory, on a CPU."""
-    return tuple(f.low for f in make_forms(matrices, version)) if by_matrix(version) else (0,)
-
-
-def page_sizes(matrices: Sequence[Matrix], version: Version) -> tuple[int, ...]:
-    """Return the bytes of each page of an expert in whole system pages, on a CPU; a matrix counts with its bias."""
-    whole = align(version.resident_size(matrices), MEMORY_PAGE)
-    return tuple(b - a for a, b in pairwise([*page_starts(matrices, version), whole]))
-
-
 def segment(size: int) -> int:
     """Return the bytes of the segment from which torch's allocator gives a GPU's block of `size` bytes."""
     if size >= LARGE:
@@ -98,62 +65,58 @@ def block_on_gpu(size: int) -> int:
     return segment(size) // (segment(size) // size) // MEMORY_PAGE * MEMORY_PAGE
 
 
-def window_size(layers: Sequence[ExpertLayer], version: Version, on_gpu: bool = False) -> WindowSize:
-    """Return the window's size for these layers; `on_gpu` its blocks are whole experts, in one range."""
-    experts = [x.experts for x in layers]
-    blocks = max(a + b for a, b in pairwise([experts[-1], *experts])) if len(experts) > 1 else experts[0]
-    if on_gpu:
-        return WindowSize(blocks, (align(max(version.resident_size(x.matrices) for x in layers), MEMORY_PAGE),))
-    rows = [page_sizes(x.matrices, version) for x in layers]
-    return WindowSize(blocks, tuple(max(row[d] for row in rows) for d in range(len(rows[0]))))
+def coded_version(ladder: Ladder) -> Version | None:
+    """Return the version whose coded bytes a ladder keeps in memory; `None` if it keeps none."""
+    return next((p.version for p in ladder if p.where in CODED), None)
 
 
-def paged_version(ladder: Ladder) -> Version | None:
-    """Return the version at which experts are paged on a ladder; `None` if the ladder has no paged placement."""
-    return next((p.version for p in ladder if p.where in PAGED), None)
+def decoded_in_place(ladder: Ladder) -> bool:
+    """Whether a GPU decodes the experts of a ladder in place, from coded bytes of which all are in host memory."""
+    return ladder[-1].where is Where.PACKED_PINNED
+
+
+def source_of(ladder: Ladder) -> int | None:
+    """Return the placement from whose coded bytes better ones are decoded to blocks; `None` without such bytes."""
+    if decoded_in_place(ladder):
+        return None
+    return next((v for v, p in enumerate(ladder) if p.where is Where.PACKED), None)
 
 
 def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
-    """Measure the bytes of weights a second that each placement of a ladder supplies; infinity for resident weights.
+    """Measure the bytes of weights a second that come from each placement of a ladder; infinity for resident weights.
 
-    Packed experts are decoded on torch's threads; stored experts are read, digested and decoded or copied by the
-    loaders. Both share the cores, and are measured one after the other.
+    Experts that are packed in memory are decoded, those in the backing store are read, digested and decoded or copied;
+    one at a time, on torch's threads, as passes that wait for them do it.
 
     Raises BundleError when a measured extent is damaged.
     """
-    version = paged_version(ladder)
+    version = ladder[0].version
     assert version is not None
     layer = bundle.layers[0]
     threads = torch.get_num_threads()
     size = version.resident_size(layer.matrices)
-    count = min(layer.experts, 4)
-    outs = [np.empty(size, np.uint8) for _ in range(LOADERS)]
+    count = min(layer.experts, EXTENTS)
+    out = np.empty(size, np.uint8)
     stored = partial(bundle.extent, version.name, 0)  # reads and digests an expert's extent
     restore = partial(version.restore, layer.matrices)
-    packed = float("inf")
+    packed = INFINITE
     if version.entropy_coded:
         extents = [np.array(stored(e)) for e in range(count)]
-        packed = size * rate(lambda i: restore(extents[i % count], outs[0], threads))
-    with ThreadPoolExecutor(LOADERS) as pool:
-        work = [partial(restore, out=out, threads=1) for out in outs]
-        both = size * LOADERS * rate(lambda i: list(pool.map(lambda w: w(stored(i % count)), work)))
-    return by_placement(ladder, packed, both)
-
-
-def by_placement(ladder: Ladder, packed: float, stored: float) -> tuple[float, ...]:
-    """Return the rate of each placement of a ladder, given the rates of packed and of stored experts."""
-    return tuple({Where.PACKED: packed, Where.STORED: stored}.get(p.where, float("inf")) for p in ladder)
+        packed = size * rate(lambda i: restore(extents[i % count], out, threads))
+    read = size * rate(lambda i: restore(stored(i % count), out, threads))
+    sources = {Where.PACKED: packed, Where.ON_DISK: read}
+    return tuple(sources.get(p.where, INFINITE) for p in ladder)
 
 
 def rate(work: Callable[[int], object]) -> float:
     """Return the highest rate of calls of `work`, in calls a second: other programs may slow some calls down."""
-    work(0)  # the first call compiles a GPU's kernels
-    best = float("inf")
+    work(0)
+    best = INFINITE
     began = time.perf_counter()
     i = 0
     while time.perf_counter() - began < BRIEFLY or i < 3:
         at = time.perf_counter()
         work(i)
         best = min(best, time.perf_counter() - at)
-        i = i + 1
+        i += 1
     return 1 / best

@@ -24,7 +24,7 @@ from moepack.runtime.policies.contract import (
     Sums,
     Versions,
     Wanted,
-    critical_count,
+    bytes_of_layers,
 )
 from moepack.runtime.policies.contract import Ladder as Placements
 from moepack.runtime.policies.placements import ABSENT, CODED, ON_HOST, READ_THERE, Placement, Where
@@ -34,20 +34,10 @@ from .capacity import base_bytes, even_bytes
 from .choice import ladders_of
 from .exceeded import TooSmallError
 from .fixed import Fixed, page_entries
-from .paging import (
-    LOADERS,
-    block_on_gpu,
-    by_matrix,
-    in_place_size,
-    measure_rates,
-    paged_version,
-    segment,
-    window_size,
-)
+from .paging import block_on_gpu, coded_version, decoded_in_place, in_place_size, measure_rates, segment
 
 STAGE = 256 << 20  # bytes for experts that a prompt brings at a time: w4 of 100 experts of Qwen3-30B-A3B
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
-FEW = 256  # with this many tokens, an expert's own loss counts as much as the mean of its layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +59,17 @@ class Plan:
     by_loss: SharedByLoss | None  # how layers share the budget by the loss that promotions save; None: evenly
     # [layers][placements], the most experts at each placement, if memory is divided into blocks by placement
     most: tuple[tuple[int, ...], ...] | None = None
-    # The least bytes for on-demand loading: the largest layer's experts at the best placement; 0 with resident versions
+    # The least bytes for on-demand loading: the experts of the largest layer, or of several consecutive layers
+    # (`LiveOptions.layers_held`), at the best placement; 0 with resident versions
     demand: int = 0
     # Where experts may be absent beside passes: the least bytes of the others, half of all at the lowest version, and
     # of moves
     present: int = 0
     workspace: int = 0  # the part of `fixed` for measurements that the policy needs during a pass
-    window: int = 0  # bytes into which paged experts are decoded while their layer runs, with the loaders' buffers
+    window: int = 0  # bytes of a GPU in which experts are decoded in place while their layer runs
     stage: int = 0  # bytes of a GPU to which prompts bring experts of pinned memory (experts/staged.py)
     entries: int = 0  # a GPU's page entries for pinned host memory: experts there, and extents that are copied
-    # `rates`, `together`: as in `Setting`
-    rates: tuple[float, ...] = ()
-    together: bool = False
-    # [layers], as `LiveOptions.critical`: all experts are also in pinned host memory, at the best version; empty if not
-    critical: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()  # as in `Setting`
 
     @property
     def base(self) -> int:
@@ -103,22 +90,19 @@ class Plan:
     def largest_pinned(self) -> int:
         """Bytes of the largest block of an expert that kernels read in pinned memory; 0 without any."""
         read = [v for v, p in enumerate(self.ladder) if p.where is Where.PINNED]
-        return max((row[v] for row in self.blocks for v in (*read, *[0] * bool(self.critical))), default=0)
+        return max((row[v] for row in self.blocks for v in read), default=0)
 
     @property
     def copied(self) -> list[str]:
         """The names of the versions whose extents a GPU copies from the host's store, the most important first."""
         served = [p for p in self.ladder[: len(self.ladder) - self.keep] if p.where is Where.DEVICE]
-        if not self.reads_host:
-            read = set[Version | None]()
-        else:  # experts of these versions are copied from where kernels read them
-            read = {self.ladder[n].version for n in (self.base, *[0] * bool(self.critical))}
-        return [p.version.name for p in served if p.version is not None and p.version not in read]
+        read = self.ladder[self.base].version if self.reads_host else None  # copied from where kernels read it
+        return [p.version.name for p in served if p.version is not None and p.version != read]
 
     @property
     def in_place(self) -> bool:
-        """Whether a GPU's paged experts have slots of their own, where launches decode them, instead of a window."""
-        return self.ladder[self.base].where is Where.PACKED_PINNED
+        """Whether a GPU's launches decode experts in slots, while their layer runs."""
+        return decoded_in_place(self.ladder)
 
     def is_of_base(self, number: int) -> bool:
         """Whether a placement has the bytes that the base has in host memory, but on the device."""
@@ -127,14 +111,9 @@ class Plan:
         return self.reads_host and placement.where is near and placement.version == self.ladder[self.base].version
 
     def on_host(self, *where: Where) -> int:
-        """Return the bytes of all experts at the largest placement in host memory of these kinds.
-
-        Pinned memory has them at the best version too, if passes choose which run at it.
-        """
+        """Return the bytes of all experts at the largest placement in host memory of these kinds."""
         there = [v for v, placement in enumerate(self.ladder) if placement.where in where]
         largest = [max((row[v] for v in there), default=0) for row in self.blocks]
-        if Where.PINNED in where and self.critical:
-            largest = [size + row[0] for size, row in zip(largest, self.blocks, strict=True)]
         return sum(n * size for n, size in zip(self.experts, largest, strict=True))
 
     @property
@@ -189,26 +168,8 @@ class Plan:
         Raises:
             TooSmallError: when the budget does not hold these blocks for layers of each size.
         """
-        if self.critical:
-            return replace(self, most=self._divided_by_share())
         most = self._divided_cache() if self.demand else tuple(map(tuple, self._counts(self.capacity())))
         return replace(self, most=most)
-
-    def _divided_by_share(self) -> tuple[tuple[int, ...], ...]:
-        """Blocks for experts of which a layer's share is critical; those of others become larger where bytes are left.
-
-        A critical expert that the device lacks crosses the bus at the best version, so the next one's blocks, of which
-        more would fit, serve too few of the bytes.
-        """
-        out = []
-        of = zip(self.experts, self.growing(), self.capacity(), self.critical, strict=True)
-        for experts, (best, low, *_), room, share in of:
-            high = [critical_count(share, n) for n in range(experts + 1)]
-            held = max(n for n, h in enumerate(high) if h * best + (n - h) * low <= max(0, room))
-            left = room - high[held] * best - (held - high[held]) * low
-            more = min(held - high[held], left // (best - low) if best > low else held)
-            out.append((high[held] + more, held - high[held] - more, 0))
-        return tuple(out)
 
     def _divided_cache(self) -> tuple[tuple[int, ...], ...]:
         left = sum(self.capacity())
@@ -234,12 +195,10 @@ class Plan:
     def policy(self, policy: Policy) -> tuple[LivePolicy, Wanted]:
         """Make a policy that changes placements; return it and the placements that it wants before any token."""
         assert policy.entry.make is not None
-        setting = Setting(
-            self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates, self.together
-        )
+        setting = Setting(self.experts, self.ladder, self.growing(), self.traffic, self.losses, self.most, self.rates)
         made = policy.entry.make(setting, policy.options)
         nothing = [np.zeros(n, np.int64) for n in self.experts]
-        none = [np.zeros(n) for n in self.experts] if made.needs.gates else []
+        none = {reducer: [np.zeros(n) for n in self.experts] for reducer in made.needs.sums}
         return made, made.decide(Interval(time.monotonic(), self.capacity(), nothing, none)) or {}
 
 
@@ -253,32 +212,30 @@ def make_plan(
 ) -> Plan:
     """Choose the ladder with the least expected loss that fits `budget`, the bytes for everything.
 
-    `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. On a GPU
-    `rates` are measured later, on the open device; pinned host memory, at most `host_memory` bytes, takes some of it.
+    `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. Of a GPU
+    pinned host memory, at most `host_memory` bytes, takes some.
 
     Raises:
         InputError: when versions are missing.
         TooSmallError: when the budget does not hold every expert at the base placement, or with on-demand loading all
             experts of a layer at the best.
     """
-    ladders = ladders_of(bundle, options)
-    for ladder in ladders:
-        _check_paging(bundle, ladder, on_gpu)
+    ladders = [_on_device(bundle, ladder, on_gpu) for ladder in ladders_of(bundle, options)]
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses, compared = calibration(bundle, ladders)
-    shares = options.share == "loss" or (options.share == "auto" and compared)
+    shares = options.shares_by_loss and compared
     plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
     for ladder, loss in zip(ladders, losses, strict=True):
         here = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
-        by_block = on_gpu and paged_version(ladder) is not None
+        by_block = on_gpu and coded_version(ladder) is not None
         blocks = tuple(
             tuple(block_bytes(bundle, position, p, by_block and there) for p, there in zip(ladder, here, strict=True))
             for position in range(len(experts))
         )
         sizes = tuple(tuple(n * there for n, there in zip(row, here, strict=True)) for row in blocks)
         staging = max((staging_bytes(bundle, p.version) for p in ladder if p.version is not None), default=0)
-        window = window_bytes(bundle, ladder, staging, sizes if on_gpu else ())
-        demand = max((row[0] * n for row, n in zip(sizes, experts, strict=True)), default=0) * options.on_demand
+        window = window_bytes(bundle, ladder, staging, sizes)
+        demand = bytes_of_layers(sizes, experts, options.layers_held) if options.on_demand else 0
         work, most = options.workspace
         plan = Plan(
             ladder,
@@ -294,7 +251,6 @@ def make_plan(
             loss,
             None,
             window=window,
-            critical=options.critical(len(experts)),
         )
         entries = page_entries(pinned_bytes(bundle, plan, host_memory)) if on_gpu else 0
         stage = stage_bytes(max(experts), plan.largest_pinned) if on_gpu else 0
@@ -314,15 +270,15 @@ def make_plan(
         all_of_them = (
             f"half of the experts at {plan.ladder[-2]}" if plan.present else f"every expert at {plan.ladder[-1]}"
         )
-        what = f"a layer's experts at {plan.ladder[0]}" if plan.demand else all_of_them
+        layers = "a layer's" if options.layers_held == 1 else f"{options.layers_held} layers'"
+        what = f"{layers} experts at {plan.ladder[0]}" if plan.demand else all_of_them
         raise TooSmallError(
             f"{bundle.path}: a budget of {budget} bytes does not hold {what}: the least "
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
             needed,
         )
     chosen = min(fitting, key=Plan.expected_loss)
-    measured = chosen.window and not on_gpu
-    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if measured else chosen
+    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if options.by_rates and not on_gpu else chosen
 
 
 def pinned_bytes(bundle: Bundle, plan: Plan, host_memory: int | None) -> int:
@@ -341,12 +297,16 @@ def stage_bytes(experts: int, block: int) -> int:
     return block and block * min(experts, max(1, STAGE // block))
 
 
-def _check_paging(bundle: Bundle, ladder: Placements, on_gpu: bool) -> None:
-    paged = paged_version(ladder)
-    if on_gpu and paged is not None and not by_matrix(paged):
-        raise InputError(f"{bundle.path}: {paged.name} is paged on a CPU alone: a GPU's pages are bf16")
-    if not on_gpu and any(p.where is Where.PACKED_PINNED for p in ladder):
+def _on_device(bundle: Bundle, ladder: Placements, on_gpu: bool) -> Placements:
+    """Return the placements of a ladder that the device has: a GPU decodes to blocks from host memory alone."""
+    if not decoded_in_place(ladder):
+        return tuple(p for p in ladder if p.where is not Where.PACKED) if on_gpu else ladder
+    version = coded_version(ladder)
+    if version is not None and not version.plain:
+        raise InputError(f"{bundle.path}: a GPU decodes bf16 in place, and not {version.name}: name paged")
+    if not on_gpu:
         raise InputError(f"{bundle.path}: paged:lo=pinned is for a GPU, which reads host memory: name --device cuda")
+    return ladder
 
 
 def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: bool = False) -> int:
@@ -354,7 +314,7 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: b
 
     With `by_block` the GPU's allocator gives it alone.
     """
-    if placement.version is None or placement.where is Where.STORED:
+    if placement.version is None:
         return 0
     if placement.where in CODED:
         size = _largest_extent(bundle, placement.version, position)
@@ -363,28 +323,24 @@ def block_bytes(bundle: Bundle, position: int, placement: Placement, by_block: b
     return block_on_gpu(size) if by_block else size
 
 
-def window_bytes(bundle: Bundle, ladder: Placements, staging: int, on_gpu: Sequence[Sequence[int]]) -> int:
-    """Return the bytes of the window for paged experts and of the loaders' buffers; 0 without paged experts.
+def window_bytes(bundle: Bundle, ladder: Placements, staging: int, sizes: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of the slots in which a GPU decodes experts in place; 0 for other ladders.
 
-    With `on_gpu`, the bytes of blocks [layers][placements], they include the unused end of each size's last segment.
+    They include the unused end of the last segment of blocks of each of `sizes` [layers][placements].
     """
-    found = paged_version(ladder)
-    if found is None:
+    version = coded_version(ladder)
+    if version is None or not decoded_in_place(ladder):
         return 0
-    ends = sum(map(segment, {size for row in on_gpu for size in row if size}))
-    if ladder[-1].where is Where.PACKED_PINNED:
-        return in_place_size(bundle.layers, found, staging).bytes + ends
-    return window_size(bundle.layers, found, bool(on_gpu)).bytes + LOADERS * staging + ends
+    ends = sum(map(segment, {size for row in sizes for size in row if size}))
+    return in_place_size(bundle.layers, version, staging).bytes + ends
 
 
 def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[list[float]], list[Sums], bool]:
     """Read calibration's traffic and losses (pack/FORMAT.md, "Calibration tables").
 
-    Losses with standard errors are used as they are: for rarely used experts they lean on the layer's already. Without
-    standard errors, the layer's mean counts as `FEW` more tokens of each expert. An absent expert loses all of its
-    output. One in pinned host memory loses what its version loses, but its tokens wait for the bus: that counts as much
-    as leaving out an average expert. Losses are multiplied by how far they reach the logits, where the bundle says
-    (`LayerTables.reach`).
+    For rarely used experts losses lean on the layer's. An absent expert loses all of its output. One in pinned host
+    memory loses what its version loses, but its tokens wait for the bus: that counts as much as leaving out an average
+    expert. Losses are multiplied by how far they reach the logits, where the bundle says (`LayerTables.reach`).
 
     Returns:
         Tokens routed to each expert plus one, [layers][experts]. For each ladder and layer, the squared error a token
@@ -400,14 +356,12 @@ def calibration(bundle: Bundle, ladders: Sequence[Placements]) -> tuple[list[lis
         relative = layer.relative.astype("float64")
         shares = np.divide(gated, relative, out=np.zeros_like(gated), where=relative > 0)
         known = np.concatenate([gated, shares.max(1, keepdims=True)], 1)  # the last column: absent
-        mean = (tokens * known).sum(0) / tokens.sum()
-        drawn = known if layer.gated_error is not None else (tokens * known + FEW * mean) / (tokens + FEW)
         traffic.append(tokens[:, 0].tolist())
         for ladder, out in zip(ladders, losses, strict=True):
             columns = [-1 if p.version is None else tables.versions.index(p.version.name) for p in ladder]
             waits = [p.where is Where.PINNED for p in ladder]
-            wait = drawn[:, -1].mean() or 1.0  # where every version is exact, nothing else counts
-            out.append(drawn[:, columns] + wait * np.array(waits))
+            wait = known[:, -1].mean() or 1.0  # where every version is exact, nothing else counts
+            out.append(known[:, columns] + wait * np.array(waits))
     return traffic, list(losses), all(layer.reach is not None for layer in tables.layers)
 
 

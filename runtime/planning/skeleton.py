@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,6 +27,10 @@ from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.sizes import KvShape, cache_bytes, sliding_window, storages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.cache_utils import Cache
 
 IMPLEMENTATION = "moepack-probe"
 EXPERT_PARAMETERS = (
@@ -43,14 +47,20 @@ SHORT = 8  # tokens; a cache's bytes a token are measured between this length an
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages from the operation that makes them until they are freed, except those of `model`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0  # live bytes, and the most at one time
         self.calls = 0  # operations so far
         self._held = [*model.parameters(), *model.buffers()]  # kept alive, so that no new storage gets their identity
-        self._seen: dict[int, Any] = {t.untyped_storage()._cdata: None for t in self._held}
+        self._seen: dict[int, object] = {t.untyped_storage()._cdata: None for t in self._held}
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         """Run an operation and count the storages it returns."""
         out = function(*_without_masks(function, args), **(kwargs or {}))
         self.calls += 1
@@ -63,8 +73,8 @@ class LiveBytes(TorchDispatchMode):
             self.peak = max(self.peak, self.now + _packed(*args[:3]))
         return out
 
-    def _follow(self, storage: Any, key: int, size: int) -> None:
-        def gone(_: Any) -> None:
+    def _follow(self, storage: torch.UntypedStorage, key: int, size: int) -> None:
+        def gone(_: object) -> None:
             self.now -= size
             del self._seen[key]
 
@@ -73,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def _without_masks(function: Any, args: Any) -> Any:
+def _without_masks(function: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """An operation's arguments. A mask by which it picks elements picks all: a skeleton has no values."""
     if function is not torch.ops.aten.index.Tensor:
         return args
@@ -93,18 +103,19 @@ def _packed(query: Tensor, key: Tensor, value: Tensor) -> int:
     return query.shape[0] * query.shape[1] * key.shape[2] * (key.shape[3] + value.shape[3]) * key.element_size()
 
 
-def on_meta(config: Any, dtype: torch.dtype) -> Any:
+def on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Make the plain model of a bundle's config, with tensors on the device meta."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
-        return model_of(config, dtype=dtype)
+        model: PreTrainedModel = model_of(config, dtype=dtype)
+    return model
 
 
-def skeleton(config: Any, dtype: torch.dtype) -> tuple[Any, FakeTensorMode]:
+def skeleton(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, FakeTensorMode]:
     """Build the model of a config without memory; return the model and the mode under which to run it."""
-    model = on_meta(config, dtype)  # not in `mode`: some models convert modules as they make them, which it cannot
+    model: Any = on_meta(config, dtype)  # not in `mode`: some models convert modules as they make them, which it cannot
     mode = FakeTensorMode()
     with mode, torch.no_grad():
         _fill(model)
@@ -139,17 +150,22 @@ class Probe:
     """Runs a model with stand-in experts that allocate as real ones do, without weights; `calls` counts operations."""
 
     def __init__(
-        self, model: Any, layers: Sequence[ExpertLayer], device: torch.device, mode: FakeTensorMode | None = None
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[ExpertLayer],
+        device: torch.device,
+        mode: FakeTensorMode | None = None,
     ) -> None:
         """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`."""
-        self.model = model
+        self.model: Any = model
         self.calls = 0
         self._window = 0
-        self._mode: AbstractContextManager[Any] = nullcontext() if mode is None else mode
+        self._mode: AbstractContextManager[object] = nullcontext() if mode is None else mode
         self._on = torch.device("cpu") if mode is not None else device
         kind = backends.backend(device)
         for layer in layers:
-            model.get_submodule(layer.module)._moepack_probe = layer, kind
+            module: Any = model.get_submodule(layer.module)
+            module._moepack_probe = layer, kind
 
     def kv_shape(self) -> KvShape:
         """Measure how a sequence's cache grows; a model without a cache has a shape without parts."""
@@ -213,7 +229,9 @@ class Probe:
             self.calls = live.calls
         return out
 
-    def _forward(self, cache: Any, tokens: int, batch: int = 1, all_logits: bool = False, cached: bool = True) -> Any:
+    def _forward(
+        self, cache: Cache | None, tokens: int, batch: int = 1, all_logits: bool = False, cached: bool = True
+    ) -> Any:
         ids = torch.zeros(batch, tokens, dtype=torch.long, device=self._on)
         some = {} if cache is None else with_cache(self.model, cache)
         if not all_logits and self.model._supports_logits_to_keep():
@@ -237,9 +255,9 @@ class Probe:
                 config._experts_implementation_internal = before
 
 
-def _kind(layer: torch.nn.Module) -> tuple[Any, ...]:
+def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
     """What tells decoder layers apart: their modules, plain settings (but for the layer's number), and shapes."""
-    found: list[Any] = []
+    found: list[object] = []
     for name, module in layer.named_modules():
         settings = vars(module).items()
         plain: dict[str, Any] = {k: v for k, v in settings if isinstance(v, str | int | float | list | tuple | None)}

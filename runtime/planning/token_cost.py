@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle, variant
@@ -16,14 +16,17 @@ from moepack.pack.spec import Version
 
 from .sizes import Bound
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
-def dense_read(dense: int, config: Any) -> int:
+
+def dense_read(dense: int, config: PreTrainedConfig) -> int:
     """Return the dense bytes that a token reads: all but an embedding table that is not tied to the output.
 
     `dense` are the bytes of all dense tensors, as served.
     """
     text = config.get_text_config()
-    table = text.vocab_size * text.hidden_size * (config.dtype.itemsize if config.dtype is not None else 4)
+    table = text.vocab_size * text.hidden_size * getattr(config.dtype, "itemsize", 4)
     return dense if getattr(config, "tie_word_embeddings", False) else max(0, dense - table)
 
 

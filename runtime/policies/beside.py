@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .contract import Changes, Floats, Ints, Key
+from .contract import Changes, Key
 from .mixed_cache import MixedCache
+from .reducers import Floats, Ints
 
 MOVES = 24  # the most at a time, in all layers
 EACH = 2  # that begin at one layer: what the next layer waits for comes behind them

@@ -7,20 +7,17 @@ events that it needs, and receives these.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
-
-import numpy as np
-import numpy.typing as npt
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.knapsack import Table
 
-from .placements import Placement, Where, find_version
+from .placements import Placement, find_version
+from .reducers import Floats, Ints, Reducer
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -29,8 +26,6 @@ Key = tuple[int, int]  # layer position (among layers with experts), expert
 Wanted = Mapping[Key, int]  # placements of the experts that are not at the base placement, the most wanted expert first
 Versions = tuple[tuple[str, ...], ...]  # [layer position][expert], the name of a version
 Ladder = tuple[Placement, ...]  # the best placement first, the base last; an int "placement" is an index into a ladder
-Ints = npt.NDArray[np.int64]  # [experts]
-Floats = npt.NDArray[np.float64]  # [experts]
 Counts = Sequence[Ints]
 Sums = Sequence[Floats]
 
@@ -58,7 +53,7 @@ class Counted(Event):
     """An event with routing statistics."""
 
     counts: Counts  # for each layer, int64 [experts]: how often the router chose each expert, without padding
-    gates: Sums = ()  # for each layer, float64 [experts]: sums of gate weights; empty unless the policy needs gates
+    sums: Mapping[Reducer, Sums] = field(default_factory=dict)  # of `Needs.sums`, for each layer float64 [experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +65,8 @@ class Interval(Counted):
 
     steps: int = 0  # number of steps
     computed: float = 0.0  # seconds that the steps took, without waits for experts
-    loaded: Sequence[Sequence[int]] = ()  # [layers][placements], bytes of weights that the steps needed
+    # [layers][placements], bytes of weights for which the steps waited, by the placement from which they came
+    loaded: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ class SequenceBegan(Event):
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded(Counted):
-    """A step that read a prompt, or a chunk of a prompt, has ended. `counts` and `gates` cover this step alone.
+    """A step that read a prompt, or a chunk of a prompt, has ended. `counts` and `sums` cover this step alone.
 
     Such a step fills an empty cache, or adds several tokens to each sequence, unless these are guesses to verify
     (residency/sequences.py).
@@ -125,14 +121,12 @@ class LayerReached(Event):
 
     layer: int  # the layer's position
     counts: Ints  # how often the router chose each expert in this step
-    gates: Floats | None = None  # the sums of gate weights; `None` if the policy does not need them
+    sums: Mapping[Reducer, Floats] = field(default_factory=dict)  # of `Needs.sums` in this step
     is_prompt: bool = False  # whether the step reads several tokens of a prompt in each sequence
-    # The part of `counts` from heavy hitters. `None` without `Needs.importance`, outside prompts, and if compiled
-    important: Ints | None = None
-    # The next layer's counts and gates, predicted by its router from the input of this layer's experts. `None` without
+    # The next layer's counts and sums, predicted by its router from the input of this layer's experts. `None` without
     # `Needs.prediction`, and at the last layer
     predicted: Ints | None = None
-    predicted_gates: Floats | None = None
+    predicted_sums: Mapping[Reducer, Floats] = field(default_factory=dict)
     placed: Sequence[int] | None = None  # the present placement of each of the layer's experts
     coming: Sequence[int] | None = None  # the placement to which each expert is being copied; -1 if it is not
 
@@ -144,18 +138,18 @@ class Needs:
     interval: float = 0.1  # seconds between two `Interval` events
     prompts: bool = False  # whether it receives `SequenceBegan`, `PrefillEnded`, `DecodingBegan` and `SequenceEnded`
     # Whether it receives `LayerReached`, and steps wait for its answers. Then steps run one at a time, and `Interval`
-    # is not sent. For policies whose experts have no resident version, and for baselines
+    # is sent once before any token, and between steps with `timings` (its answers are not carried out). For policies
+    # whose experts have no resident version, and for baselines
     layers: bool = False
-    gates: bool = False  # whether events have sums of gate weights
+    sums: tuple[Reducer, ...] = ()  # what passes add up for the policy, beside counts; events have these sums
     # Whether an expert that is wanted on the host or absent leaves the device at once; else when its bytes are needed
     exact: bool = False
-    # With `layers`, or where passes choose critical experts, the share of a prompt's tokens that are heavy hitters
-    # (receive the most attention); 0 turns their observation off. A model whose attention cannot be read is refused
+    # With `layers`, the share of a prompt's tokens that are heavy hitters (receive the most attention); 0 turns their
+    # observation off. A model whose attention cannot be read is refused
     importance: float = 0.0
     # With `layers`, whether the next layer's routing is predicted. A model whose routers cannot be called is refused
     prediction: bool = False
     timings: bool = False  # whether intervals report computing time and loaded bytes
-    pages_ahead: bool = True  # for paged experts, whether a prompt's step loads the next layer's while a layer runs
 
 
 class LivePolicy(Protocol):
@@ -181,11 +175,9 @@ class Setting:
     losses: Sums  # for each layer, float64 [experts, placements]: squared error that a token adds to the layer's output
     # [layers][placements], the most experts at each placement; `None` if placements share memory
     most: Sequence[Sequence[int]] | None = None
-    # [placements], measured bytes of weights a second that each placement supplies when a layer runs; infinity for
-    # weights that are resident. Empty if all placements are resident
+    # [placements], measured bytes of weights a second that come from each placement before a layer runs; infinity for
+    # weights that are resident. Empty unless the options ask for it (`LiveOptions.by_rates`)
     rates: Sequence[float] = ()
-    # Whether the sources of weights work in parallel, as a bus and a GPU do, instead of sharing the machine's cores
-    together: bool = False
 
     @property
     def base(self) -> int:
@@ -214,9 +206,8 @@ class LiveOptions:
     The type of a field's default says how a user's text is read. `CHOICES` lists the words that a field accepts.
     """
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"share": ("even", "loss")}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {}
 
-    share: str = "even"  # how layers share the budget: "even", or "loss" by the loss tables
     rate: float = 0.0  # limit of copies in megabytes a second, to spare a link or emulate a slower one; 0: no limit
 
     def __post_init__(self) -> None:
@@ -230,6 +221,11 @@ class LiveOptions:
             InputError: when a version is missing.
         """
         raise NotImplementedError
+
+    @property
+    def shares_by_loss(self) -> bool:
+        """Whether layers share the budget by loss where losses of different layers can be compared; else evenly."""
+        return False
 
     @property
     def keeps_low(self) -> bool:
@@ -250,7 +246,7 @@ class LiveOptions:
     def on_demand(self) -> bool:
         """Whether experts are absent until a layer wants them.
 
-        If so, the budget must hold all experts of any one layer at the best placement.
+        If so, the budget must hold all experts of any `layers_held` consecutive layers at the best placement.
         """
         return False
 
@@ -260,72 +256,55 @@ class LiveOptions:
         return Decoding("held" if self.on_demand else "none")
 
     @property
+    def layers_held(self) -> int:
+        """With `on_demand`, of how many consecutive layers memory must hold all experts at the best placement."""
+        return 1
+
+    @property
+    def by_rates(self) -> bool:
+        """Whether the policy needs `Setting.rates`, which are measured while a model is loaded or planned."""
+        return False
+
+    @property
     def workspace(self) -> tuple[int, int]:
         """Bytes for measurements of the policy during a pass: the least that works, and the most that helps."""
         return 0, 0
 
-    @property
-    def makes_up_for_absent(self) -> bool:
-        """Whether gate weights of a token's present experts are scaled up, to the sum that includes absent ones."""
-        return False
 
-    def critical(self, layers: int) -> tuple[float, ...]:
-        """Of the experts that a pass needs in each layer, [layers], the share that runs at the ladder's best version.
+def device_ladders(versions: Sequence[Version], hi: str, lo: str, between: bool) -> list[Ladder]:
+    """Return a ladder on the device for each possible pair of a best and a lowest version.
 
-        The pass chooses them, and finds that version of all experts in pinned host memory too. Empty: every expert runs
-        at its active version.
-        """
-        return ()
+    Args:
+        versions: the bundle's, most precise first.
+        hi, lo: the names of the best and the lowest version; if empty, any.
+        between: whether a ladder has the versions between the two as well.
+
+    Raises:
+        InputError: for a version that is missing, or if `lo` is not below `hi`.
+    """
+    names = [v.name for v in versions]
+    for name in filter(None, (hi, lo)):
+        find_version(name, versions)
+    highs = [names.index(hi)] if hi else list(range(len(names) - 1))
+    lows = [names.index(lo)] if lo else list(range(1, len(names)))
+    if not highs or highs == [len(names) - 1]:
+        raise InputError(f"has no version below {names[-1]}: changing versions needs two")
+    if highs[0] >= lows[-1]:
+        raise InputError(f"lo={names[lows[-1]]} is not below hi={names[highs[0]]}")
+    step = 1 if between else len(versions)
+    ends = [(high, last) for high in highs for last in lows if last > high]
+    return [tuple(Placement(versions[v]) for v in (*range(high, last, step), last)) for high, last in ends]
 
 
-def critical_count(share: float, experts: int) -> int:
-    """Return the number of critical experts among `experts` that a layer needs (dymoe, equation 5)."""
-    return math.ceil(share * experts - 1e-9)  # so that 0.7 x 10 gives 7
+def bytes_of_layers(sizes: Sequence[Sequence[int]], experts: Sequence[int], layers: int) -> int:
+    """Return the most bytes that all experts of `layers` consecutive layers take at the best placement.
 
-
-PINNED = f"@{Where.PINNED.value}"  # the end of a placement's name
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceOptions(LiveOptions):
-    """Options of a policy whose placements are on the device, except that the last may be in pinned host memory."""
-
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "between": ("yes", "no")}
-
-    # The best and the lowest version of the ladder; if empty, chosen for the least expected loss in the budget.
-    # `lo` may be NAME@pinned: that version in host memory, below the same one on the device
-    hi: str = ""
-    lo: str = ""
-    between: str = "yes"  # "yes": the versions between `hi` and `lo` are served too; "no": these two alone
-
-    def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return one ladder for each possible pair of a best and a lowest version."""
-        names = [v.name for v in versions]
-        low = self.lo.removesuffix(PINNED)
-        for name in filter(None, (self.hi, low or self.lo)):
-            find_version(name, versions)
-        if self.reads_host:
-            last = names.index(low)
-            tops = [names.index(self.hi)] if self.hi else list(range(last + 1))
-            if tops[0] > last:
-                raise InputError(f"lo={self.lo} is above hi={self.hi}")
-            pinned = Placement(versions[last], Where.PINNED)
-            end = len(versions) if self.between == "yes" else 1
-            return [(*map(Placement, versions[top : last + 1][:end]), pinned) for top in tops]
-        highs = [names.index(self.hi)] if self.hi else list(range(len(names) - 1))
-        lows = [names.index(self.lo)] if self.lo else list(range(1, len(names)))
-        if not highs or highs == [len(names) - 1]:
-            raise InputError(f"has no version below {names[-1]}: changing versions needs two")
-        if highs[0] >= lows[-1]:
-            raise InputError(f"lo={names[lows[-1]]} is not below hi={names[highs[0]]}")
-        step = 1 if self.between == "yes" else len(versions)
-        ends = [(high, last) for high in highs for last in lows if last > high]
-        return [tuple(Placement(versions[v]) for v in (*range(high, last, step), last)) for high, last in ends]
-
-    @property
-    def reads_host(self) -> bool:
-        """Whether `lo` is a version in pinned host memory, where the device's kernels read it."""
-        return self.lo.endswith(PINNED)
+    `sizes` are [layers][placements], `experts` [layers]. The first layer follows the last: the next pass begins there.
+    """
+    of_layer = [int(row[0]) * n for row, n in zip(sizes, experts, strict=True)]
+    count = len(of_layer)
+    together = range(min(layers, count))
+    return max((sum(of_layer[(p + i) % count] for i in together) for p in range(count)), default=0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ import numpy as np
 
 from moepack.runtime.allocation.knapsack import Table
 
-from .contract import Counts, Floats, Ints, in_turns
+from .contract import Counts, in_turns
+from .reducers import Floats, Ints
 
 
 class ExpertHeat:

@@ -11,13 +11,13 @@ from typing import ClassVar
 
 import numpy as np
 
+from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.allocation.ladder import Floats, Ladder
 from moepack.runtime.allocation.ladder import Ints as Placements
 
 from .contract import (
     Decoding,
-    DeviceOptions,
     Entry,
     Event,
     Interval,
@@ -27,32 +27,40 @@ from .contract import (
     Needs,
     Setting,
     Wanted,
+    device_ladders,
     in_turns,
     read_options,
 )
 from .contract import Ladder as Ladders
 from .heat import ExpertHeat
 from .hotness_on_demand import HotnessOnDemand
-from .placements import ABSENT, STORED, Placement, find_version
+from .placements import ABSENT, STORED, Placement, Where, find_version
 
 LEAST = 2  # bits of the lowest version over `stored`: rare experts run at it, and one bit costs more than it spares
+SPARE = 6  # base blocks of each size that stay free for demotions
+PINNED = f"@{Where.PINNED.value}"  # the end of a placement's name
 RATE = 200.0  # megabytes a second: copies then take a few per cent of one core's memory bandwidth
 
 
 @dataclass(frozen=True, slots=True)
-class HotnessOptions(DeviceOptions):
+class HotnessOptions(LiveOptions):
     """Options of `hotness`."""
 
     CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        **DeviceOptions.CHOICES, "prior": ("calibration", "none"), "score": ("loss", "counts"), "keep": ("yes", "no"),
-        "prefetch": ("yes", "no"), "share": ("auto", "even", "loss"),
-    }  # fmt: skip
+        "between": ("yes", "no"),
+        "prior": ("calibration", "none"),
+        "score": ("loss", "counts"),
+        "prefetch": ("yes", "no"),
+    }
+    shares_by_loss = True
 
-    share: str = "auto"  # "loss" where the tables say how far losses reach the logits, else "even"
+    # The best and the lowest version of the ladder; if empty, chosen for the least expected loss in the budget.
+    # `lo` may be `stored` or `absent`; NAME@pinned is that version in host memory, below the same one on the device
+    hi: str = ""
+    lo: str = ""
+    between: str = "yes"  # "yes": the versions between `hi` and `lo` are served too; "no": these two alone
     prior: str = "calibration"  # "calibration": experts that were busy in calibration start high; "none": all start low
     score: str = "loss"  # upgrades are ranked per byte: by traffic times loss saved a token ("loss"), or by traffic
-    keep: str = "no"  # "yes": a promoted expert keeps its base version; "no": the version's memory is freed
-    reserve: int = 6  # free base blocks of each size, from 1, if keep=no: the most demotions at one time
     rate: float = RATE  # megabytes a second that promotions may copy; 0 sets no limit, the default with `lo=stored`
     interval: float = 1.0  # T_u, seconds between decisions
     alpha: float = 0.5  # the share of a score that is kept at each decision, from 0 up to but not including 1
@@ -67,14 +75,13 @@ class HotnessOptions(DeviceOptions):
         numbers = (self.interval, self.margin, self.slack, self.anchor)
         if not (0 <= self.alpha < 1 and all(x >= 0 for x in numbers)):
             raise ValueError("alpha must be in [0, 1); interval, margin, slack and anchor must be at least 0")
-        if self.reserve < 1:
-            raise ValueError("reserve must be at least 1, because a demotion needs a block")
         if self._may_lack and self.prior == "none":
             raise ValueError("lo=absent needs prior=calibration: without it every expert would begin absent")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladders]:
-        """Return the ladders of `DeviceOptions`.
+        """Return the ladders of `device_ladders`.
 
+        With `lo=NAME@pinned` there is one for each possible `hi`, down to that version on the device and pinned.
         With `lo=absent` there is one for each possible `hi`: with `between` all versions from there on, and absent.
         With `lo=stored` there is one: `hi`, by default the best of at most 4 bits; with `between` the versions below it
         of at least LEAST bits; and stored.
@@ -84,13 +91,26 @@ class HotnessOptions(DeviceOptions):
             highs = [find_version(self.hi, versions)] if self.hi else versions
             tails = [versions[versions.index(high) :][:last] for high in highs]
             return [(*map(Placement, tail), ABSENT) for tail in tails]
+        if self.reads_host:
+            return self._pinned_ladders(versions)
         if not self.on_demand:
-            return DeviceOptions.ladders(self, versions)
+            return device_ladders(versions, self.hi, self.lo, self.between == "yes")
         names = [v.name for v in versions]
         small = [v for v in versions if v.bits + v.by_matrix <= 4] or versions
         high = find_version(self.hi, versions) if self.hi else small[0]
         below = versions[names.index(high.name) + 1 :] if self.between == "yes" else []
         return [(Placement(high), *(Placement(v) for v in below if v.bits >= LEAST), STORED)]
+
+    def _pinned_ladders(self, versions: Sequence[Version]) -> list[Ladders]:
+        names = [v.name for v in versions]
+        low = find_version(self.lo.removesuffix(PINNED), versions)
+        last = names.index(low.name)
+        tops = [names.index(find_version(self.hi, versions).name)] if self.hi else list(range(last + 1))
+        if tops[0] > last:
+            raise InputError(f"lo={self.lo} is above hi={self.hi}")
+        end = len(versions) if self.between == "yes" else 1
+        pinned = Placement(low, Where.PINNED)
+        return [(*map(Placement, versions[top : last + 1][:end]), pinned) for top in tops]
 
     @property
     def decoding(self) -> Decoding:
@@ -103,6 +123,11 @@ class HotnessOptions(DeviceOptions):
         return self.lo == str(STORED)
 
     @property
+    def reads_host(self) -> bool:
+        """Whether `lo` is a version in pinned host memory, where the device's kernels read it."""
+        return self.lo.endswith(PINNED)
+
+    @property
     def _may_lack(self) -> bool:
         return self.lo == str(ABSENT)
 
@@ -112,13 +137,13 @@ class HotnessOptions(DeviceOptions):
 
     @property
     def keeps_low(self) -> bool:
-        """Whether `keep` is "yes" (a promoted expert keeps its base version), or the base takes no device memory."""
-        return self.keep == "yes" or not self._base_takes_memory
+        """Whether the base takes no device memory."""
+        return not self._base_takes_memory
 
     @property
     def spare_blocks(self) -> int:
-        """The base blocks that stay free for demotions: `reserve`."""
-        return self.reserve if self._base_takes_memory else 0
+        """See LiveOptions: the most demotions at one time."""
+        return SPARE if self._base_takes_memory else 0
 
     def heat(self, setting: Setting) -> ExpertHeat:
         """Return the scores with which these options begin."""

@@ -10,9 +10,10 @@ import numpy.typing as npt
 from moepack.runtime.allocation.ladder import Floats, Ladder, bytes_by_loss
 
 from .beside import Moves
-from .contract import Event, Interval, Ints, Key, LayerReached, Needs, Setting, Wanted
+from .contract import Event, Interval, Key, LayerReached, Needs, Setting, Wanted
 from .heat import ExpertHeat, busiest
 from .mixed_cache import MixedCache
+from .reducers import Ints, ranked
 
 FIRST = 64  # experts that are sorted for leaving: more than a layer in decoding replaces
 
@@ -121,8 +122,7 @@ class HotnessOnDemand:
         return changes
 
     def _wants(self, counts: Ints) -> dict[int, int]:
-        order = sorted(counts.nonzero()[0].tolist(), key=lambda e: -counts[e])
-        return dict.fromkeys(order, self._lowest)
+        return dict.fromkeys(ranked(counts, counts), self._lowest)
 
     def _at(self, key: Key) -> int:
         return int(self._earned[key[0]][key[1]])

@@ -2,14 +2,12 @@
 
 This is a baseline. Low versions stay in memory beside high ones, because experts come and go during a forward pass.
 With `lo=absent` there are no low versions: an expert that a layer needs and lacks is loaded at the high version.
-With `lo=NAME@pinned` no pass waits: the device reads what it lacks in host memory, and used experts come afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -17,46 +15,33 @@ from moepack.pack.spec import Version
 
 from .contract import (
     Decoding,
-    DeviceOptions,
     Event,
     Interval,
-    Ints,
     Ladder,
     LayerReached,
+    LiveOptions,
     Needs,
     Setting,
     Wanted,
+    device_ladders,
     live_entry,
 )
 from .heat import busiest
 from .mixed_cache import MixedCache
-from .placements import ABSENT, Placement, Where, find_version
-
-# Seconds between decisions beside passes, and the most experts that come in one: some 640 a second, 1.6 GB of a 30 B
-# model's at w4, so that copies leave the bus to the kernels that read there.
-INTERVAL = 0.1
-NEWCOMERS = 64
+from .placements import ABSENT, Placement, find_version
+from .reducers import ranked
 
 
 @dataclass(frozen=True, slots=True)
-class RecentOptions(DeviceOptions):
+class RecentOptions(LiveOptions):
     """Options of `lru`, which uses two versions; with `lo=absent` it uses one, by default the most precise."""
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {
-        **DeviceOptions.CHOICES,
-        "between": ("no",),
-        "prefetch": ("yes", "no"),
-    }
     keeps_low = True
     spare_blocks = 0
 
-    between: str = "no"
-    prefetch: str = "no"  # whether the next layer's predicted experts are fetched ahead
-
-    def __post_init__(self) -> None:
-        DeviceOptions.__post_init__(self)
-        if self.reads_host and self.prefetch == "yes":
-            raise ValueError(f"prefetch=yes needs passes that wait, and no pass waits under lo={self.lo}")
+    # The two versions; if empty, chosen for the least expected loss in the budget. `lo` may be `absent`
+    hi: str = ""
+    lo: str = ""
 
     @property
     def decoding(self) -> Decoding:
@@ -64,10 +49,11 @@ class RecentOptions(DeviceOptions):
         return Decoding("recent")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
-        """Return the ladders of `DeviceOptions`, or with `lo=absent` one ladder: a version, and absent."""
+        """Return the ladders of `device_ladders`, or with `lo=absent` one ladder: a version, and absent."""
         if not self.on_demand:
-            return DeviceOptions.ladders(self, versions)
-        return [(Placement(find_version(self.hi, versions) if self.hi else versions[0]), ABSENT)]
+            return device_ladders(versions, self.hi, self.lo, between=False)
+        high = find_version(self.hi, versions) if self.hi else versions[0]
+        return [(Placement(high), ABSENT)]
 
     @property
     def on_demand(self) -> bool:
@@ -80,58 +66,26 @@ class Recent:
 
     All layers share one cache. Experts of one call never evict each other. If a layer asks for more experts than fit,
     those with the most tokens are loaded, and the others run at the base version.
-
-    Over pinned host memory no pass waits: what passes have used is loaded afterwards, at every interval.
     """
 
+    needs = Needs(layers=True)
+
     def __init__(self, setting: Setting, options: RecentOptions | None = None) -> None:
-        self._beside = setting.ladder[-1].where is Where.PINNED  # whether experts come beside passes
-        prediction = options is not None and options.prefetch == "yes"
-        self.needs = Needs(INTERVAL, layers=not self._beside, prediction=prediction)
-        # the room at the last decision
         self._traffic = setting.traffic
-        self._room = -1
         sizes = [[max(1, int(row[0] - row[-1])), 0] for row in setting.sizes]
         self._cache = MixedCache(sizes, most=setting.most)
         self._strict = setting.ladder[-1] == ABSENT
         self.worth = self._cache.last_used
 
     def decide(self, event: Event) -> Wanted | None:
-        """Return the experts to load for a layer, and those evicted for them; before any token, the busiest experts.
-
-        Over pinned host memory return all experts that are to be on the device, at every interval.
-        """
+        """Return the experts to load for a layer, and those evicted for them; before any token, the busiest experts."""
         room = sum(event.capacity)
-        if isinstance(event, Interval) and self._room < 0:
-            self._room = room
+        if isinstance(event, Interval):
             return self._cache.fill(dict.fromkeys(busiest([np.array(row) for row in self._traffic]), 0), room)
-        if isinstance(event, Interval) and self._beside:
-            return self._used(event, room)
         if not isinstance(event, LayerReached):
             return None
-        wants = _most_used(event.counts)
-        changes = self._cache.serve(event.layer, wants, room, event.placed, event.coming, all_of_them=self._strict)
-        if event.predicted is not None:
-            changes |= self._cache.foresee(event.layer + 1, _most_used(event.predicted), room, changes)
-        return changes
-
-    def _used(self, event: Interval, room: int) -> Wanted | None:
-        """Put what passes have used since the last interval into the cache, and return all of it, the latest first."""
-        ranked = [(-n, rank, (p, e)) for p, row in enumerate(event.counts) for rank, (e, n) in enumerate(_ranked(row))]
-        if room == self._room and not ranked:
-            return None
-        self._room = room
-        self._cache.use({key: 0 for *_, key in sorted(ranked)}, room, NEWCOMERS)  # of equal counts no layer goes first
-        return dict(reversed(self._cache.held.items()))
-
-
-def _ranked(counts: Ints) -> list[tuple[int, int]]:
-    """Return a layer's used experts and their counts, the most used first."""
-    return sorted(((e, int(counts[e])) for e in counts.nonzero()[0].tolist()), key=lambda pair: -pair[1])
-
-
-def _most_used(counts: Ints) -> dict[int, int]:
-    return {expert: 0 for expert, _ in _ranked(counts)}
+        wants = dict.fromkeys(ranked(event.counts, event.counts), 0)
+        return self._cache.serve(event.layer, wants, room, event.placed, event.coming, all_of_them=self._strict)
 
 
 ENTRY = live_entry("lru", RecentOptions, Recent)

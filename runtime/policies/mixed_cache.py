@@ -15,6 +15,10 @@ from moepack.pack.errors import InputError
 
 from .contract import Changes, Key
 
+# Where no pass waits: seconds between decisions, and the most experts that come in one. Some 640 a second, 1.6 GB of a
+# 30 B model's at w4, so that copies leave the bus to the kernels that read there.
+INTERVAL = 0.1
+NEWCOMERS = 64
 _Kind = tuple[int, int]  # a placement and the bytes of an expert there: experts of one kind share blocks
 
 
@@ -172,21 +176,6 @@ class MixedCache:
             self._foreseen[key] = None
             out[key] = asked
         return out
-
-    def use(self, wants: Mapping[Key, int], room: int, newcomers: int) -> None:
-        """Mark experts of any layers as used, and take in the first `newcomers` that are new; others leave for them.
-
-        `wants` are placements, the most wanted expert first; it leaves last.
-        """
-        new = set([key for key in wants if key not in self.held][:newcomers])
-        for key in reversed(list(wants)):
-            if key in self.held or key in new:
-                self._put(key, wants[key])
-        for gone in self.leaving():
-            if not self._is_over(room):
-                break
-            if self._is_too_much(gone, room):
-                self.drop(gone)
 
     def drop(self, key: Key) -> int:
         """Remove an expert from the cache; return the base placement, at which it then is."""

@@ -17,11 +17,10 @@ class Where(enum.Enum):
     """The memory that holds an expert's bytes, and the processor that runs it."""
 
     DEVICE = "device"
-    PACKED = "packed"  # on the device, entropy-coded; decoded into a window there when its layer runs (paging/)
+    PACKED = "packed"  # on the device, entropy-coded; decoded to a block there before its layer runs
     # Entropy-coded in host memory, outside the device's budget; a GPU's kernels read it there when its layer runs, and
     # decode it to device memory
     PACKED_PINNED = "packed-pinned"
-    STORED = "stored"  # in the backing store alone; read into that window when its layer runs
     HOST = "host"  # in host memory, outside the device's budget; the host's processor runs it
     PINNED = "pinned"  # in host memory, outside the device's budget; the device's kernels read it there, over the bus
     ABSENT = "absent"  # nowhere: the expert adds nothing to its tokens' sums
@@ -32,7 +31,6 @@ NOWHERE = frozenset({Where.ABSENT, Where.ON_DISK})  # places without bytes in me
 READ_THERE = frozenset({Where.PINNED, Where.PACKED_PINNED})  # pinned host memory, where the device's kernels read
 ON_HOST = READ_THERE | {Where.HOST}  # places in host memory
 CODED = frozenset({Where.PACKED, Where.PACKED_PINNED})  # places of entropy-coded bytes
-PAGED = CODED | {Where.STORED}  # places whose extents are in memory, decoded, only while a layer runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,6 @@ ABSENT = Placement(None, Where.ABSENT)
 STORED = Placement(None, Where.ON_DISK)
 
 
-def paged_places(version: Version) -> tuple[Where, ...]:
-    """The places at which a version can be paged, the nearest first: what is not entropy-coded has no packed form."""
-    return (Where.PACKED, Where.PACKED_PINNED, Where.STORED) if version.entropy_coded else (Where.STORED,)
-
-
 def read_placement(text: str, versions: Sequence[Version]) -> Placement:
     """Return the placement with a name such as `w4`, `w4@host`, `w4@pinned`, `bf16@packed`, `stored` or `absent`.
 
@@ -74,13 +67,13 @@ def read_placement(text: str, versions: Sequence[Version]) -> Placement:
     name, _, place = text.partition("@")
     found = next((v for v in versions if v.name == name), None)
     places = {"": Where.DEVICE, "host": Where.HOST, "pinned": Where.PINNED}
-    if found is not None and found.holds:
-        places |= {where.value: where for where in paged_places(found)}
+    if found is not None and found.entropy_coded:
+        places |= {where.value: where for where in CODED}
     if found is None or place not in places:
         here = ", ".join(v.name for v in versions)
         raise InputError(
-            f"has no {text!r}: here are {here}, each also as NAME@host and NAME@pinned, stored and absent; the "
-            "lossless one also as NAME@stored, and where its codes are entropy-coded NAME@packed, NAME@packed-pinned"
+            f"has no {text!r}: here are {here}, each also as NAME@host and NAME@pinned, stored and absent; one "
+            "whose codes are entropy-coded also as NAME@packed and NAME@packed-pinned"
         )
     return Placement(found, places[place])
 

@@ -20,7 +20,6 @@ from moepack.runtime.allocation.prefix_split import WIDTHS, prefill_importance, 
 from .contract import (
     DecodingBegan,
     Event,
-    Floats,
     Interval,
     Key,
     Ladder,
@@ -34,6 +33,7 @@ from .contract import (
     live_entry,
 )
 from .placements import Placement, Where, find_version
+from .reducers import GATES, Floats
 
 Importance = list[Floats]  # [layers][experts]; a layer's sum is 1, or 0 if nothing was counted
 
@@ -42,7 +42,7 @@ Importance = list[Floats]  # [layers][experts]; a layer's sum is 1, or 0 if noth
 class PrefillOptions(LiveOptions):
     """Options of `prefill`."""
 
-    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {**LiveOptions.CHOICES, "selector": ("yes", "no")}
+    CHOICES: ClassVar[dict[str, tuple[str, ...]]] = {"selector": ("yes", "no")}
 
     hi: str = ""  # the version on the device; by default the most precise
     k: int = -1  # K, experts of each layer on the device, at most what the budget holds; -1: all that it holds
@@ -101,7 +101,7 @@ class Prefill:
     - A smaller capacity (a KV cache grows) lowers K at once. A larger capacity is used when the next sequence decodes.
     """
 
-    needs = Needs(prompts=True, gates=True, exact=True)
+    needs = Needs(prompts=True, sums=(GATES,), exact=True)
 
     def __init__(self, setting: Setting, options: PrefillOptions | None = None) -> None:
         self.options = options or PrefillOptions()
@@ -140,7 +140,7 @@ class Prefill:
             mine = self._sequences[event.sequence] = _Sequence(counts, gates)
         for total, tokens in zip(mine.counts, event.counts, strict=True):
             total += tokens
-        for total, weights in zip(mine.gates, event.gates, strict=True):
+        for total, weights in zip(mine.gates, event.sums[GATES], strict=True):
             total += weights
 
     def _importance(self, mine: _Sequence) -> Importance:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from moepack.pack.errors import InputError
 
 from .contract import Entry, Versions
-from .uniform import uniform_map
+from .maps import uniform_map
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moepack.runtime.devices.contract import Completion
 
 from .pools import Block
+
+if TYPE_CHECKING:
+    from moepack.runtime.experts.handles import Handle
 
 
 class Outcome(enum.Enum):
@@ -26,7 +29,7 @@ class Complete:
     """A version whose bytes are complete in memory."""
 
     block: Block | None  # None for a version that takes no memory
-    handle: Any  # the forward pass reads the version through it
+    handle: Handle  # the forward pass reads the version through it
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class Headroom:
     def available(self) -> int:
         """Return the bytes of spare and leaving versions, plus a lower bound of those that other transitions will free.
 
-        A transition frees its old version, or the new one if its copy fails: the smaller of the two counts.
+        A transition frees its old version, or the new one if its copy fails: the smaller of the two counts. Bytes from
+        which a better version was decoded (`Residency.source`) are not freed by it.
         """
         residency = self._residency
         with residency.lock:
@@ -61,7 +62,12 @@ class Headroom:
                 version = entry.flying.version if entry.flying else entry.ready
                 assert version is not None
                 coming = self._cost(key, version)
-                size += coming if entry.coming is None else min(coming, self._cost(key, entry.active))
+                if version == residency.source and residency.source_of(key) is not None:
+                    continue
+                freed = self._cost(key, entry.active)
+                if entry.active == residency.source and version < entry.active:
+                    freed = 0
+                size += coming if entry.coming is None else min(coming, freed)
             return size
 
     def going_bytes(self) -> int:

@@ -16,7 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moepack.families.arguments import cache_of, caches_in, inputs, uses_cache
 from moepack.pack.errors import InputError
@@ -30,6 +30,9 @@ from moepack.runtime.step.context import PackedCache
 from .kv_queue import PassClaim, PassQueue
 from .reserves import Reserve
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 STEP = 128  # the reserve grows by the bytes of this many tokens a sequence at a time: seconds of decoding
 LINGER = 0.5  # seconds until unneeded bytes are given back: the next request may need them at once
 PATIENCE = 30.0  # seconds as the first in the queue after which a pass is refused
@@ -41,7 +44,12 @@ class KvBudget:
     """Keeps a model's caches, and the other memory of its passes, inside the budget."""
 
     def __init__(
-        self, config: Any, needs: MeasuredNeeds, reserve: Reserve, budget: int, outputs: Outputs | None = None
+        self,
+        config: PreTrainedConfig,
+        needs: MeasuredNeeds,
+        reserve: Reserve,
+        budget: int,
+        outputs: Outputs | None = None,
     ) -> None:
         """Start from the bytes in `needs`, measured for the workload; `reserve` provides all bytes beyond.
 
@@ -56,7 +64,7 @@ class KvBudget:
         self._budget = budget
         self.shape = needs.kv  # how a sequence's cache grows
         self._outputs = outputs if needs.workload.prefill_tokens else None
-        self._caches: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._caches: dict[int, tuple[weakref.ref[object], int]] = {}
         self._dead: deque[int] = deque()  # ids of dead caches: appended by weak references' callbacks, without a lock
         self._passes: set[PassClaim] = set()
         self._queue = PassQueue()
@@ -98,7 +106,7 @@ class KvBudget:
                 self._reserve.shrink(total - keep)
             self._queue.wake()
 
-    def recount(self, cache: Any) -> None:
+    def recount(self, cache: object) -> None:
         """Count a live cache again, whose bytes became fewer outside a pass, and give back what is not needed."""
         with self._lock:
             if id(cache) in self._caches:
@@ -127,7 +135,7 @@ class KvBudget:
     # --- passes
 
     @contextlib.contextmanager
-    def room(self, given: dict[str, Any]) -> Iterator[Callable[[Any], None]]:
+    def room(self, given: dict[str, object]) -> Iterator[Callable[[object], None]]:
         """Enclose a forward pass with these arguments: wait until its cache and activations have room.
 
         Yields a function to call with the pass's result.
@@ -156,7 +164,7 @@ class KvBudget:
                 self._queue.leave(mine)
         caches = {} if cache is None else {id(cache): cache}
 
-        def done(out: Any) -> None:
+        def done(out: object) -> None:
             caches.update((id(made), made) for made in caches_in(out))
 
         try:
@@ -168,7 +176,7 @@ class KvBudget:
                     self._follow(key, left)
                 self.settle()
 
-    def _follow(self, key: int, cache: Any) -> None:
+    def _follow(self, key: int, cache: object) -> None:
         try:
             reference = weakref.ref(cache, partial(_died, self._dead, self._queue, key))
         except TypeError:  # the cache takes no weak references: it counts only during a pass
@@ -176,7 +184,7 @@ class KvBudget:
         self._bury()
         self._caches[key] = reference, cache_bytes(cache)
 
-    def _after_pass(self, cache: Any, tokens: int, batch: int) -> tuple[int, int]:
+    def _after_pass(self, cache: object, tokens: int, batch: int) -> tuple[int, int]:
         """Return the bytes and tokens that a cache will have after a pass. A `PackedCache` knows them itself."""
         if isinstance(cache, PackedCache):
             return cache.needed()

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.handles import NOTHING, RUN_THERE, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
+from moepack.runtime.experts.packed import CodedExtent
 from moepack.runtime.experts.prediction import Prediction
-from moepack.runtime.paging.gpu_rates import gpu_rates
-from moepack.runtime.paging.paging import Paging
 from moepack.runtime.planning.budget import BudgetTracker
+from moepack.runtime.planning.paging import source_of
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
-from moepack.runtime.policies.placements import CODED, ON_HOST, PAGED, Where
+from moepack.runtime.policies.placements import CODED, ON_HOST, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step.context import NO_PROMPT, Prompt, Step, opened, step_of
 from moepack.runtime.store.files import BackingStore
@@ -43,13 +43,13 @@ from moepack.runtime.store.loading import AHEAD, loading
 from . import opening
 from .on_demand import OnDemandLoader
 from .opening import version_of
-from .pinned import pin_best
 from .residency import Residency
 from .routing_statistics import RoutingStatistics
 from .transitions import Transitions, fails, makes_room
 from .worker import Worker
 
 if TYPE_CHECKING:
+    from moepack.runtime.devices.contract import Completion
     from moepack.runtime.paging.in_place import PagesInPlace
 
 CHANGING = (
@@ -88,8 +88,6 @@ class ResidencyManager:
         opening.check_devices(plan, policy, bundle.manifest.versions, devices)
         self._on_gpu = torch_cuda.is_gpu(devices[0])
         self._can_shrink = not self._on_gpu or bool(plan.window)
-        if plan.window and self._on_gpu and not plan.in_place:
-            plan = replace(plan, rates=gpu_rates(bundle, plan.ladder, devices[0]), together=True)
         plan, buffers = (plan, 1) if self._can_shrink else opening.second_buffer(plan)
         plan = plan if self._can_shrink else plan.divided()
         self.key = object()  # identifies the model: `step_of` finds the model's running step by it
@@ -102,7 +100,7 @@ class ResidencyManager:
         self._named = policy
         self._upset = False  # whether a load was interrupted
         direct = not self._on_gpu or plan.reads_host  # else the page cache would have all of host memory's experts, too
-        self.store = BackingStore(bundle, not (self._blocking or plan.window), direct=direct)
+        self.store = BackingStore(bundle, not (self._blocking or plan.in_place), direct=direct)
         self._process = os.getpid()
         self._one_at_a_time = threading.RLock()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
@@ -110,7 +108,7 @@ class ResidencyManager:
         self.device = opening.open_device(devices[0], self.store, plan, buffers, wake, host_memory, self._blocking)
         self._host_device: CpuDevice | None = None
         self.tier: HostTier | None = None  # runs the experts in host memory
-        self.paging: Paging | PagesInPlace | None = None
+        self.in_place: PagesInPlace | None = None  # the slots in which a GPU decodes experts
         try:
             if any(p.where in ON_HOST for p in plan.ladder):
                 opening.check_host(bundle, plan, host_memory, self._on_gpu)
@@ -125,7 +123,7 @@ class ResidencyManager:
             self.worker.start()
 
     def _free(self) -> None:
-        (self.device.free if self.paging is None or not self._on_gpu else self.paging.forget)()
+        (self.device.free if self.in_place is None else self.in_place.forget)()
 
     def _open_host(self, rate: float | None, threads: int | None) -> None:
         """Open what reads experts into host memory, and the host tier if it runs some.
@@ -150,7 +148,6 @@ class ResidencyManager:
         for layer in self.layers:
             layer.of.launched = tuple(sorted(layer.of.numbers[name] for name in there))
             layer.of.tier = self.tier
-            layer.of.makes_up_for_absent = options.makes_up_for_absent
             layer.no_gradients = CHANGING
         self._epoch = 0
         self._tables = DeviceTables(plan.experts, devices[0], self.device.mark) if self._on_gpu else None
@@ -165,6 +162,7 @@ class ResidencyManager:
             self.device.mark,
             plan.keep,
             self._snapshot,
+            source_of(plan.ladder),
         )
         on_device = [pool for pool in pools.values() if pool.budget_bytes]
         on_host = [pool for pool in pools.values() if not pool.budget_bytes]
@@ -180,8 +178,8 @@ class ResidencyManager:
         named = partial(opening.name_of, bundle, plan) if plan.ladder[plan.base].version is None else None
         self.on_demand = OnDemandLoader(self.transitions, partial(opening.stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
-        if plan.window:
-            self.paging = opening.open_paging(plan, self.layers, self.store, self.device, self.policy.needs.pages_ahead)
+        if plan.in_place:
+            self.in_place = opening.open_in_place(plan, self.layers, self.device)
         self._load(wanted)
         # A pass may wait for the KV cache's room: experts leave as fast as they can.
         hurried = partial(makes_room, weakref.ref(self.transitions))
@@ -199,11 +197,10 @@ class ResidencyManager:
         loaded = [(key, v) for key in keys for v in dict.fromkeys([*[plan.base] * plan.keep, number[key]])]
         sizes = {(key, v): self._stored_size(key, v) for key, v in loaded if plan.blocks[key[0]][v]}
         count = loading()
-        count.expect(sum(sizes.values()) + sum(self._stored_size(key, 0) for key in keys if plan.critical))
-        pin_best(plan, self.layers, (self.device, self._host_device or self.device), self.host, self.store)
+        count.expect(sum(sizes.values()))
         # A GPU copies from one place in order, and a lossless version is decoded from it. Others are read in place, by
         # several threads, which digest them: host memory gets each byte once.
-        ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes if v or not plan.critical]
+        ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes]
         copied = [
             (v.name, *key)
             for v, key, where in ahead
@@ -222,8 +219,8 @@ class ResidencyManager:
             opening.open_stage(plan, self.layers, self.device, self.residency)
         self.transitions.want({} if self._blocking else wanted, self.policy.worth)
         self._moved_before = self.device.moved
-        if self.paging is not None:
-            self.paging.serve()
+        if self.in_place is not None:
+            self.in_place.serve()
         for device in (self.device, self._host_device):
             if device is not None:
                 device.serve()
@@ -233,20 +230,20 @@ class ResidencyManager:
             return self.store.stored(version_of(self.plan, version).name, *key).size
         return 0
 
-    def _fetch(self, key: Key, version: int, target: Tensor) -> Any:
+    def _fetch(self, key: Key, version: int, target: Tensor) -> Completion:
         position, expert = key
         described = version_of(self.plan, version)
         where = self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
         here = self._pinned(key, version) if self.plan.reads_host else None
-        return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here)
+        source = self.residency.source_of(key)
+        packed = None if source is None else source.handle.packed
+        coded = None if packed is None else packed.extent
+        return device.fetch(stored, target, self.layers[position].of.layer, described, where in CODED, here, coded)
 
     def _pinned(self, key: Key, number: int) -> Tensor | None:
         """Return an expert's bytes in pinned memory, for a placement; None while they are loaded, or elsewhere."""
-        if not number and (chooses := self.layers[key[0]].of.critical) is not None:
-            best: Handle = chooses.best[key[1]]
-            return best.extent
         if not self.plan.is_of_base(number):
             return None
         with self.residency.lock:
@@ -257,17 +254,17 @@ class ResidencyManager:
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
         layer = self.layers[key[0]]
         placement = self.plan.ladder[version]
-        if placement.where in PAGED:
-            assert self.paging is not None
-            described = version_of(self.plan, version)
-            packed = None
-            if tensor is not None:
-                stored = self.store.stored(described.name, *key)
-                packed = self.paging.filler.over(*key, tensor[: stored.size], stored.where)
-            return layer.of.over(described, self.paging.filler.extent(*key), placement.where, packed)
         if tensor is None:
             return replace(NOTHING, where=placement.where)
         described = version_of(self.plan, version)
+        if placement.where in CODED:
+            stored = self.store.stored(described.name, *key)
+            coded = tensor[: stored.size]
+            if self.in_place is not None:
+                packed: CodedExtent = self.in_place.over(*key, coded, stored.where)
+                return layer.of.over(described, self.in_place.extent(*key), placement.where, packed)
+            packed = CodedExtent(coded, layer.of.layer, layer.of.forms[described.name], stored.where)
+            return layer.of.over(described, NOTHING.extent, placement.where, packed)
         return layer.of.over(described, tensor[: described.resident_size(layer.of.layer.matrices)], placement.where)
 
     def _publish(self, key: Key, made: Handle) -> None:
@@ -280,18 +277,18 @@ class ResidencyManager:
 
     # --- steps
 
-    def pass_lock(self) -> contextlib.AbstractContextManager[Any]:
+    def pass_lock(self) -> contextlib.AbstractContextManager[object]:
         """Return a lock for a whole forward pass and its wait for room; it does nothing unless the policy blocks."""
         return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def sequence(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
+    def sequence(self, given: dict[str, object]) -> Iterator[tuple[Prompt, Callable[[object], None]]]:
         """Enclose a forward pass with these arguments, and its step.
 
         Yields a `Prompt` (what the pass reads of a sequence), for `step`, and a function to call with the result.
         """
         needs = self.policy.needs
-        if not (needs.prompts or needs.layers or needs.timings or self.plan.critical):
+        if not (needs.prompts or needs.layers or needs.timings):
             yield NO_PROMPT, lambda out: None
             return
         try:
@@ -332,15 +329,14 @@ class ResidencyManager:
             if self._tables is not None:
                 table = self._tables.take(epoch, snapshots)
                 snapshots = table.snapshots
-            if self.paging is not None:
-                self.paging.begin()
+            if self.in_place is not None:
+                self.in_place.begin()
             return Step(
                 self.key,
                 snapshots,
                 self.statistics.counters(prompt, mask) if counted else None,
                 prompt=prompt,
                 loader=self if self._blocking else None,
-                paging=self.paging,
                 number=number,
                 table=table,
                 began=time.perf_counter(),
@@ -354,8 +350,8 @@ class ResidencyManager:
             ends.callback(self.residency.end, step.number)
             if step.table is not None and self._tables is not None:
                 ends.callback(self._tables.give, step.table)
-            if self.paging is not None:
-                ends.callback(self.paging.end, step)
+            if self.in_place is not None:
+                ends.callback(self.in_place.end)
         step.seconds = time.perf_counter() - step.began - step.waited
         if step.counters is not None:
             step.counters.send()
@@ -364,20 +360,24 @@ class ResidencyManager:
 
     def _soon(self) -> None:
         """Have the worker deliver events soon. A policy that blocks has no worker: deliver them at once."""
-        if self._blocking:
-            self.statistics.deliver(self._decide, self.capacity)
-        else:
+        if not self._blocking:
             self.worker.wake()
+            return
+        self.statistics.deliver(self._decide, self.capacity)
+        now = time.monotonic()
+        if self.policy.needs.timings and now - self._decided_at >= self.policy.needs.interval:
+            self._decided_at = now
+            self._decide(self.statistics.interval(now, self.capacity()))
 
     @property
     def waits(self) -> int:
         """How often forward passes waited for an expert."""
-        return self.on_demand.waits + (self.paging.counts.waits if self.paging is not None else 0)
+        return self.on_demand.waits
 
     @property
     def waited(self) -> float:
         """Seconds that forward passes waited for experts."""
-        return self.on_demand.waited + (self.paging.counts.waited if self.paging is not None else 0.0)
+        return self.on_demand.waited
 
     def load(self, step: Step, position: int, hidden: Tensor, index: Tensor) -> None:
         """Ask a policy that blocks what a layer needs before its experts run; load that, and wait for it.
@@ -391,11 +391,8 @@ class ResidencyManager:
         Raises:
             BundleError, InputError: when an expert without a resident version cannot be loaded.
         """
-        important = step.importance.important(position, index) if step.importance is not None else None
-        predicted = None
-        gates = None
-        if step.prediction is not None:
-            predicted, gates = step.prediction.ahead(position, hidden, index, step.counters.mask)
+        foresees = self.prediction
+        predicted = (None, {}) if foresees is None else foresees.ahead(position, hidden, index, step.counters.mask)
         # A load was interrupted while the policy decided, or before its whole answer was carried out: the policy's
         # state may not match memory. So all experts go to the base, and a new policy starts from there.
         if self._upset:
@@ -405,26 +402,29 @@ class ResidencyManager:
             self.transitions.want({}, self.policy.worth)
         self._upset = True
         placed, coming = self.on_demand.where(position)
+        counts, sums = step.counters.layer(position)
         event = LayerReached(
             time.monotonic(),
             self.capacity(),
             position,
-            step.counters.layer(position),
-            step.counters.gates(position),
+            counts,
+            sums,
             step.prompt.several,
-            important,
-            predicted,
-            gates,
+            *predicted,
             placed,
             coming,
         )
         wanted = self.policy.decide(event)
+        waited = self.on_demand.waited
         try:
             if wanted is not None:
-                self.on_demand.reach(position, wanted)
+                origins = self.on_demand.reach(position, wanted)
+                size = self.plan.sizes[position][0]
+                step.demanded += [(position, origin, size) for origin in origins]
         except BundleError:  # the other experts are where the policy placed them
             self._upset = False
             raise
+        step.waited += self.on_demand.waited - waited
         self._upset = False
 
     def capacity(self) -> list[int]:
@@ -440,7 +440,7 @@ class ResidencyManager:
     @property
     def moved(self) -> int:
         """Bytes copied since serving began."""
-        return self.device.moved - self._moved_before + (self.paging.counts.read if self.paging is not None else 0)
+        return self.device.moved - self._moved_before
 
     # --- the worker
 
@@ -477,8 +477,6 @@ class ResidencyManager:
             self._shut(wait)
 
     def _end_streams(self, wait: bool = True) -> None:
-        if self.paging is not None:
-            self.paging.close(wait)
         for device in (self.device, self._host_device):
             if device is not None:
                 device.close(wait)

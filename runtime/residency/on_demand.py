@@ -76,16 +76,21 @@ class OnDemandLoader:
                     coming[e] = version
             return residency.active[position].copy(), coming
 
-    def reach(self, position: int, wanted: Wanted) -> None:
+    def reach(self, position: int, wanted: Wanted) -> list[int]:
         """Carry out `wanted`: evictions, then copies for this layer, then prefetches and moves that nobody waits for.
 
-        Waits for this layer's copies.
+        Waits for this layer's copies. An expert that is to go back to the bytes from which it was decoded goes to the
+        base if these are not in memory.
+
+        Returns:
+            The placement from which each copy came that the layer waited for.
 
         Raises:
             BundleError: when a copy for this layer fails and its expert has no other version.
             InputError: when the model was closed meanwhile.
         """
         residency = self._residency
+        at_rest = (residency.base, residency.source)  # placements at which no expert runs: nobody waits for them
         with self._transitions.lock:  # else another pass that waits for room might publish arrived copies first
             stay = dict(wanted)
             if not isinstance(wanted, Changes):
@@ -93,25 +98,27 @@ class OnDemandLoader:
             for key in [k for k in self._ahead if k[0] == position and k not in stay]:
                 self._give_up(key)
             for key, version in stay.items():  # moves that free bytes go first, as do versions to be replaced
-                if version == residency.base:
-                    self._leave(key)
+                if version in at_rest:
+                    self._leave(key, residency.base if residency.source_of(key) is None else version)
                     continue
                 if (ahead := self._ahead.get(key)) is not None and ahead.version != version:
                     self._give_up(key)
-                if residency.entries[key].active not in (version, residency.base):
+                if residency.entries[key].active not in (version, *at_rest):
                     residency.switch_now(key, residency.base)
-            needed = [(k, v) for k, v in stay.items() if k[0] == position and v != residency.base]
+            needed = [(k, v) for k, v in stay.items() if k[0] == position and v not in at_rest]
+            origins = {key: residency.entries[key].active for key, _ in needed}
             waits = [(key, version) for key, version in needed if self._need(key, version)]
             if waits:
                 self._wait(waits)  # before prefetches begin: they would share the disk or the bus with these copies
             for key, version in stay.items():
-                if key[0] != position and version != residency.base:
+                if key[0] != position and version not in at_rest:
                     self._foresee(key, version)
             for key, version in wanted.beside.items() if isinstance(wanted, Changes) else ():
                 if self._begin(key, version, must=False):
                     flying = residency.entries[key].flying
                     assert flying is not None
                     self._beside[key] = _Prefetch(version, self._size(key, version), flying.event)
+            return [origins[key] for key, _ in waits]
 
     def drop_all(self) -> None:
         """Put every expert back at the base and free all other blocks, whatever was interrupted."""
@@ -119,20 +126,22 @@ class OnDemandLoader:
         with self._transitions.lock:
             residency.recover(self._transitions.pools)
             for key in [*residency.above(), *self._ahead]:
-                self._leave(key)
+                self._leave(key, residency.base)
             for flying in [x.flying for x in residency.entries.values() if x.flying is not None]:
                 flying.event.wait()
             self._note()
 
-    def _leave(self, key: Key) -> None:
-        """Put an expert back at the base, and cancel its transition."""
+    def _leave(self, key: Key, to: int) -> None:
+        """Put an expert at the base, or back to the bytes it was decoded from, and cancel its transition."""
         self._give_up(key)
         if (beside := self._beside.pop(key, None)) is not None and not beside.event.done():
             self._given_up.append(beside)
         entry = self._residency.entries[key]
         if entry.coming is not None:
             self._residency.cancel(key)
-        self._residency.switch_now(key, self._residency.base)
+        if to == self._residency.base and entry.flying is not None and self._residency.source_of(key) is not None:
+            entry.flying.event.wait()  # it may read the bytes that go
+        self._residency.switch_now(key, to)
 
     def _give_up(self, key: Key) -> None:
         if (ahead := self._ahead.pop(key, None)) is not None:
@@ -193,6 +202,10 @@ class OnDemandLoader:
                 return outcome is Outcome.NOTHING and entry.flying is not None
             if outcome is Outcome.STARTED:
                 return True
+            if must and outcome is Outcome.BUSY and entry.flying is not None:
+                entry.flying.event.wait()
+                self._note()
+                continue
             if not must or not (self._make_way() or first):
                 break
             first = False

@@ -1,10 +1,9 @@
-"""Open what a plan needs: the device, pools of memory on it and on the host, the window of paged experts."""
+"""Open what a plan needs: the device, pools of memory on it and on the host, slots of experts decoded in place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,17 +17,12 @@ from moepack.runtime.devices.cpu import READERS, CpuDevice
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.kernels.forms import compiled
-from moepack.runtime.paging.address_space import CpuAddressSpace
-from moepack.runtime.paging.cpu_filler import CpuFiller
-from moepack.runtime.paging.filler import PageFiller
-from moepack.runtime.paging.paging import Paging
-from moepack.runtime.paging.window import Window
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.capacity import base_bytes
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.paging import by_matrix, in_place_size, paged_version, window_size
+from moepack.runtime.planning.paging import coded_version, in_place_size
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import PINNED, Key
+from moepack.runtime.policies.contract import Key
 from moepack.runtime.policies.placements import ON_HOST, READ_THERE, Where
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.host_limit import host_limits
@@ -80,7 +74,7 @@ def open_device(
 
     `host` is the number of bytes of host memory that may be pinned. Experts that kernels read there come first; the
     rest holds extents, from which others are copied. Where passes wait for copies (`waited_for`), a CPU reads several
-    extents at a time; otherwise one, to leave the cores and the disk to others.
+    extents at a time and decodes with all of torch's threads; otherwise one, to leave cores and disk to others.
     """
     if not torch_cuda.is_gpu(device):
         return CpuDevice(plan.staging, on_event, readers=READERS if waited_for else 1)
@@ -88,7 +82,8 @@ def open_device(
 
     staging = plan.staging // buffers
     on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
-    as_in_memory = [v for v in on_device if not by_matrix(version_of(plan, v))]  # those that no GPU kernel decodes
+    # those that no GPU kernel decodes
+    as_in_memory = [v for v in on_device if not (version_of(plan, v).plain and version_of(plan, v).entropy_coded)]
     largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
     if pinned := plan.on_host(*READ_THERE):
         host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - pinned)
@@ -128,8 +123,6 @@ def check_host(bundle: Bundle, plan: Plan, host_memory: int | None, on_gpu: bool
         host_memory = host_limits()["pinnable_bytes"]
     if host_memory is not None and host_memory < least:
         names = "any of " + ", ".join(str(plan.ladder[v]) for v in on_host)
-        if plan.critical:
-            names = f"{plan.ladder[0]}{PINNED} and at {plan.ladder[plan.base]}"
         raise TooSmallError(
             f"{bundle.path}: a host_memory of {host_memory} bytes does not hold every expert at {names}: the "
             f"least that would do is {least} bytes",
@@ -185,38 +178,15 @@ def open_stage(plan: Plan, layers: Sequence[LayerExperts], device: Device, resid
     stage = Stage(device.gpu, device.gpu.memory(plan.stage), plan.largest_pinned)
     for p, layer in enumerate(layers):
         base = [residency.entries[p, e].complete[plan.base].handle for e in range(plan.experts[p])]
-        best = () if layer.of.critical is None else (layer.of.critical.best,)
-        layer.of.staged = StagedLayer(stage, layer.of, (base, *best))
+        layer.of.staged = StagedLayer(stage, layer.of, base)
 
 
-def open_paging(
-    plan: Plan, layers: Sequence[LayerExperts], store: BackingStore, device: Device, looks_ahead: bool
-) -> Paging | PagesInPlace:
-    """Open the window: memory blocks for the experts of two layers; on a CPU with addresses for every expert.
+def open_in_place(plan: Plan, layers: Sequence[LayerExperts], device: Device) -> PagesInPlace:
+    """Open the slots in which a GPU decodes experts while their layer runs."""
+    from moepack.runtime.devices.cuda import CudaDevice
+    from moepack.runtime.paging.in_place import PagesInPlace
 
-    Where the plan says so, open pages in place instead.
-
-    Raises:
-        InputError: when the system has too few addresses.
-    """
-    version = paged_version(plan.ladder)
-    assert version is not None
-    described = [layer.of.layer for layer in layers]
-    forms = [(x.of.layer, x.of.forms[version.name]) for x in layers]
-    stored = partial(store.stored, version.name)
-    if isinstance(device, CpuDevice):
-        size = window_size(described, version)
-        space = CpuAddressSpace([(x.matrices, x.experts) for x in described], version)
-        filler: PageFiller = CpuFiller(space, forms, version, stored, plan.staging)
-    else:
-        from moepack.runtime.devices.cuda import CudaDevice
-        from moepack.runtime.paging.gpu_filler import GpuFiller
-
-        assert isinstance(device, CudaDevice)
-        if plan.in_place:
-            from moepack.runtime.paging.in_place import PagesInPlace
-
-            return PagesInPlace(device, layers, version, in_place_size(described, version, plan.staging))
-        size = window_size(described, version, on_gpu=True)
-        filler = GpuFiller(device, forms, version, stored, plan.staging, size)
-    return Paging(filler, Window([size.blocks] * len(size.sizes), len(layers)), len(layers), device.mark, looks_ahead)
+    version = coded_version(plan.ladder)
+    assert isinstance(device, CudaDevice) and version is not None
+    size = in_place_size([layer.of.layer for layer in layers], version, plan.staging)
+    return PagesInPlace(device, layers, version, size)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -26,6 +26,9 @@ from moepack.runtime.store.loading import AHEAD, in_order
 
 from .entries import Complete, Copying, ExpertState, Outcome, RunningSteps, TransitionCounts
 from .pools import Block, Pool
+
+if TYPE_CHECKING:
+    from moepack.runtime.experts.handles import Handle
 
 
 class Residency:
@@ -41,6 +44,8 @@ class Residency:
         mark: returns an event that ends when all computation issued so far has ended.
         keeps_base: whether the base version stays in memory beside a better one. A demotion to it then needs no block.
         snapshot: returns all handles, for a step that begins now.
+        source: a version whose bytes stay while a better one is active, because the better one is decoded from them
+            and goes back to it. No step runs it.
     """
 
     def __init__(
@@ -49,15 +54,17 @@ class Residency:
         base: int,
         pool: Callable[[int, int], Pool | None],
         fetch: Callable[[Key, int, Tensor], Completion],
-        make: Callable[[Key, int, Tensor | None], Any],
-        publish: Callable[[Key, Any], None],
+        make: Callable[[Key, int, Tensor | None], Handle],
+        publish: Callable[[Key, Handle], None],
         mark: Callable[[], Completion],
         keeps_base: bool = False,
         snapshot: Callable[[], Any] = lambda: None,
+        source: int | None = None,
     ) -> None:
         self.experts = tuple(experts)
         self.base = base
         self.keeps_base = keeps_base
+        self.source = source
         self.pool = pool
         self._fetch = fetch
         self._make = make
@@ -85,7 +92,7 @@ class Residency:
         ahead: int,
         loaded: Callable[[Key, int], None],
         failed: Callable[[Key, int, BaseException], None],
-    ) -> Iterator[tuple[Key, Any]]:
+    ) -> Iterator[tuple[Key, Handle]]:
         """Load experts' first versions, and with `keeps_base` their base; yield the handles. Only before serving.
 
         All blocks are taken before the first fetch, so that a CPU's huge pages are whole when they are written. Blocks
@@ -218,6 +225,8 @@ class Residency:
     def _switch(self, key: Key) -> None:
         entry = self.entries[key]
         assert entry.ready is not None
+        source = self.source
+        beneath = self.source_of(key)
         old = entry.active
         entry.active = entry.ready
         entry.ready = None
@@ -225,15 +234,19 @@ class Residency:
         del self.ready[key]
         (self._above.discard if entry.active == entry.base else self._above.add)(key)
         self._publish(key, entry.complete[entry.active].handle)
+        if source is not None and beneath is not None and old != source < entry.active:
+            self._leave(key, source)
         self.counts.demotions += old < entry.active
         self.counts.promotions += old > entry.active
         self._leave(key, old)
 
     def _leave(self, key: Key, version: int) -> None:
         """Note that a version is no longer active or ready. Steps that have begun may still read it."""
-        if not self._pinned(version):
-            self.entries[key].leaving.add(version)
-            self.leaving[key, version] = self.steps.begun
+        entry = self.entries[key]
+        if self._pinned(version) or (version == self.source and entry.active < version):
+            return
+        entry.leaving.add(version)
+        self.leaving[key, version] = self.steps.begun
 
     def _left(self, key: Key, version: int) -> None:
         """Mark a version spare: no step can read it any more."""
@@ -342,6 +355,8 @@ class Residency:
                     continue
                 flying.block.filled()
                 entry.complete[flying.version] = self._complete(key, flying.version, flying.block)
+                if flying.version == self.source and entry.active < flying.version:
+                    continue  # a step may run the decoded version, and none runs its source: it stays beneath
                 if coming is not None and wanted(key, coming):
                     self._make_ready(key, coming)
                 else:
@@ -386,7 +401,22 @@ class Residency:
     def growth(self, key: Key, version: int) -> int:
         """Return how many more bytes an expert takes at `version` than at its active version."""
         with self.lock:
-            return self._size(key, version) - self._size(key, self.entries[key].active)
+            active = self.entries[key].active
+            source = self.source
+            growth = self._size(key, version) - self._size(key, active)
+            if source is None or self.source_of(key) is None:
+                return growth
+            beneath = self._size(key, source)  # bytes that stay beside a better version
+            return growth + beneath * ((version < source) - (active < source))
+
+    def source_of(self, key: Key) -> Complete | None:
+        """Return the bytes of `source` that stay in memory for an expert; None if there are none."""
+        with self.lock:
+            entry = self.entries.get(key)
+            source = self.source
+            if entry is None or source is None or source < entry.active or source in entry.leaving:
+                return None
+            return None if (key, source) in self._spare else entry.complete.get(source)
 
     def let_go(self, others: Sequence[Callable[[], None]] = ()) -> None:
         """Refuse steps and transitions from now on. Forget the callbacks: they hold a reference to their owner.
@@ -394,7 +424,7 @@ class Residency:
         The functions in `others` are called once the running steps have ended.
         """
 
-        def gone(*_: Any) -> NoReturn:
+        def gone(*_: object) -> NoReturn:
             raise InputError("this model was closed: load the bundle again")
 
         with self.lock:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from moepack.runtime.policies.contract import (
     SequenceBegan,
     SequenceEnded,
 )
+from moepack.runtime.policies.reducers import Ints
 from moepack.runtime.step.context import Prompt, Step
 
 from .sequences import Sequences
@@ -50,8 +50,8 @@ class RoutingStatistics:
         self._clear()
 
     def _clear(self) -> None:
-        self._counts: list[npt.NDArray[np.int64]] = [np.zeros(n, np.int64) for n in self._experts]
-        self._gates: list[npt.NDArray[np.float64]] = [np.zeros(n) for n in self._experts if self._needs.gates]
+        self._counts: list[Ints] = [np.zeros(n, np.int64) for n in self._experts]
+        self._sums = {reducer: [np.zeros(n) for n in self._experts] for reducer in self._needs.sums}
         self._steps = 0
         self._computed = 0.0
         self._loaded = [[0] * self._placements for _ in self._experts]
@@ -76,7 +76,7 @@ class RoutingStatistics:
         try:  # another thread may take the last one first
             made = self._spare.pop()
         except IndexError:
-            return Counters(self._experts, self._needs.gates, self._device)
+            return Counters(self._experts, self._needs.sums, self._device)
         made.clear()
         return made
 
@@ -127,28 +127,27 @@ class RoutingStatistics:
                     self._spare.append(counters)
 
     def _add(self, step: Step, capacity: Callable[[], Sequence[int]]) -> Iterator[Event]:
-        counts, gates = step.counters.take()
+        counts, sums = step.counters.take()
         for chosen, new in zip(self._counts, counts, strict=True):
             chosen += new
-        for weighed, more in zip(self._gates, gates, strict=True):
-            weighed += more
+        for reducer, rows in sums.items():
+            for total, more in zip(self._sums[reducer], rows, strict=True):
+                total += more
         if not step.prompt.several and self._needs.timings:
             self._steps += 1
             self._computed += step.seconds
-            for position, *sizes in step.demanded:
-                row = self._loaded[position]
-                row[-2:] = [old + new for old, new in zip(row[-2:], sizes, strict=True)]
+            for position, placement, size in step.demanded:
+                self._loaded[position][placement] += size
         if not self._needs.prompts:
             return
         reading = [one for one in step.prompt.each if one.tokens]
         of = [apart for _, apart in step.counters.within] if step.prompt.parts else [step.counters]
         for one, counters in zip(reading, of, strict=bool(reading)):
-            counts, gates = counters.take()
-            mine = [row.copy() for row in counts], [row.copy() for row in gates]
-            yield PrefillEnded(time.monotonic(), capacity(), *mine, one.sequence)
+            counts, sums = counters.take()
+            yield PrefillEnded(time.monotonic(), capacity(), [row.copy() for row in counts], sums, one.sequence)
 
     def interval(self, now: float, capacity: Sequence[int]) -> Interval:
         """Return the sums since the last interval, and begin again at zero."""
-        event = Interval(now, capacity, self._counts, self._gates, self._steps, self._computed, self._loaded)
+        event = Interval(now, capacity, self._counts, self._sums, self._steps, self._computed, self._loaded)
         self._clear()
         return event

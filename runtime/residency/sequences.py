@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from moepack.families.arguments import cache_of, caches_in, inputs
 from moepack.runtime.kv.static import cached_tokens, emptied
@@ -38,14 +37,14 @@ class Sequences:
     """The sequences of one model. Every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self._followed: dict[int, tuple[weakref.ref[Any], _Sequence]] = {}
+        self._followed: dict[int, tuple[weakref.ref[object], _Sequence]] = {}
         self._dead: deque[int] = deque()
         self._over: list[int] = []
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
-    def reading(self, given: dict[str, Any]) -> Iterator[tuple[Prompt, Callable[[Any], None]]]:
+    def reading(self, given: dict[str, object]) -> Iterator[tuple[Prompt, Callable[[object], None]]]:
         """Context manager for one forward pass. Yields its `Prompt` and a callback for the output."""
         ids = inputs(given)
         cache = cache_of(given)
@@ -56,7 +55,7 @@ class Sequences:
             of = [self._begin(own, 1, n, known or n > 1)[0] for own, n, known in cache.sequences()]
             yield joined(of), lambda out: None
             return
-        made: list[Any] = []
+        made: list[object] = []
         batch, tokens = map(int, ids.shape[:2])
         kept = given.get("logits_to_keep")
         guesses = tokens == 2 or (isinstance(kept, int) and kept == tokens <= GUESSES)
@@ -69,7 +68,7 @@ class Sequences:
                 if cache is None and not (made and self._follow(made[0], mine)):
                     self._over.append(mine.number)
 
-    def _begin(self, cache: Any, batch: int, tokens: int, reads: bool) -> tuple[Prompt, _Sequence]:
+    def _begin(self, cache: object, batch: int, tokens: int, reads: bool) -> tuple[Prompt, _Sequence]:
         """Begin a pass; return its prompt and sequence. `reads`: it reads a prompt even if its cache is not empty."""
         with self._lock:
             self._bury()
@@ -93,7 +92,7 @@ class Sequences:
             whole = batch * tokens
             return Prompt(mine.number, whole if reads else 0, begins, decodes, reads and tokens > 1, whole), mine
 
-    def _follow(self, cache: Any, mine: _Sequence) -> bool:
+    def _follow(self, cache: object, mine: _Sequence) -> bool:
         try:
             self._followed[id(cache)] = weakref.ref(cache, partial(_died, self._dead, id(cache))), mine
             return True

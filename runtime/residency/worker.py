@@ -12,7 +12,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 log = logging.getLogger("moepack.runtime")
 LONGEST = 60.0  # the most seconds between two tries of a round that fails
@@ -94,7 +93,7 @@ class Worker:
             log.error("versions do not change for now: a round failed, and will be tried again", exc_info=error)
         self._error = error
 
-    def health(self) -> dict[str, Any]:
+    def health(self) -> dict[str, object]:
         """Describe the worker's state, as `Serving.health` does."""
         since = time.monotonic() - self._ended_at
         if not self._thread.is_alive():

@@ -13,9 +13,14 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
+
+from moepack.runtime.policies.reducers import RouterOutput
+
+if TYPE_CHECKING:
+    from moepack.runtime.kernels.routing_triton import Routed
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +62,34 @@ NO_PROMPT = Prompt()
 class RoutingCounter(Protocol):
     """Counts what routers choose."""
 
-    def add(self, position: int, index: Tensor, weights: Tensor) -> None:
-        """Count the choice of the layer at `position`: experts and their gate weights, [tokens, top_k]."""
+    def add(self, position: int, routing: RouterOutput) -> None:
+        """Count the routing of the layer at `position`."""
+
+
+class Loader(Protocol):
+    """Loads what a policy wants for a layer's routing."""
+
+    def load(self, step: Step, position: int, hidden: Tensor, index: Tensor) -> None:
+        """Return once the current snapshot of the layer is what the policy wants; the layer then reads that one."""
+
+
+class HeavyHitters(Protocol):
+    """Sees the attention of a prompt, and marks heavy hitters."""
+
+    def saw(self, module: object, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
+        """Take up one attention layer's call."""
+
+    def heavy(self, position: int, tokens: int) -> Tensor | None:
+        """Return whether each token is a heavy hitter, bool [tokens]; None if the attention was not observed."""
+
+
+class SequenceTable(Protocol):
+    """Where launches find the memory of a pass's sequences."""
+
+    sequences: int  # the most of a pass
+    there: Tensor  # the table on the device
+    by_address: bool  # whether some layer's attention reads its rows at their own addresses
+    refused: int  # passes of the most rows, one after another, that were not replayed (decode_graph.py)
 
 
 class PackedCache:
@@ -69,9 +100,9 @@ class PackedCache:
     """
 
     windows: Sequence[int | None] = ()  # of each layer's keys and values, in tokens; None for all
-    table: Any = None  # where the running pass's launches find the sequences' memory (`RowTable`); else None
+    table: SequenceTable | None = None  # of the running pass, if it has one
 
-    def sequences(self) -> Sequence[tuple[Any, int, bool]]:
+    def sequences(self) -> Sequence[tuple[object, int, bool]]:
         """Return each sequence in order: its own cache, its number of tokens, and whether they are of a prompt."""
         raise NotImplementedError
 
@@ -87,14 +118,16 @@ class PackedCache:
         """Return a layer's part of the table, where a launch writes keys and values; None without a table."""
         raise NotImplementedError
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """Let each sequence's queries attend to its own keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
         raise NotImplementedError
 
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One forward pass of one model while it runs. Fields of type `Any` hold objects of modules not imported here."""
+    """One forward pass of one model while it runs. Fields of type `Any` hold objects of rooms above this one."""
 
     model: object = None  # the key of the model, as `LayerExperts.model`; None for a model without experts of a bundle
     snapshots: Sequence[Any] = ()  # the `Snapshot` of every layer as the step began (experts/handles.py)
@@ -103,21 +136,19 @@ class Step:
     prompt: Prompt = NO_PROMPT  # what the step reads of its sequences
     # The `ResidencyManager`, if the policy lets passes wait for experts. Its `load` returns once the layer's current
     # snapshot is what the policy wants for the layer's routing; the layer then reads that snapshot
-    loader: Any = None
-    paging: Any = None  # the `Paging` that gives paged experts their memory while their layer runs
-    prediction: Any = None  # the `Prediction` of the next layer's routing (experts/prediction.py), for `loader`
-    importance: Any = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
+    loader: Loader | None = None
+    importance: HeavyHitters | None = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
+    logits: tuple[int, Tensor | None] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
     number: int = 0  # the residency's number of the step
     table: Any = None  # the handle table on a GPU
     # By the last router's own launch on a GPU: its layer's position, its `Routed`, and whether it was counted
-    routed: tuple[int, Any, bool] | None = None
+    routed: tuple[int, Routed, bool] | None = None
     began: float = 0.0  # perf_counter seconds
     seconds: float = 0.0  # time of the step without waits, set at its end
     waited: float = 0.0  # seconds waited for experts' bytes
-    demanded: list[tuple[int, int, int]] = field(default_factory=list)  # (layer position, packed bytes, stored bytes)
-    ahead: Any = None  # the pages taken in advance for the next layer (paging/paging.py)
-    issued: list[Any] = field(default_factory=list)  # work for the step's pages, checked at the next layer or the end
+    # For each copy that the step waited for: layer position, placement from which it came, bytes of weights
+    demanded: list[tuple[int, int, int]] = field(default_factory=list)
     outer: Step | None = None  # the step that was running in this thread when this one began
 
 
@@ -127,7 +158,7 @@ class StepOpener(Protocol):
     def alone(self) -> AbstractContextManager[Step]:
         """Return a context with a step, for one call of an experts module outside any forward pass."""
 
-    def compiled_layer(self, module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def compiled_layer(self, module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Run one layer's experts in a compiled pass: the first layer opens the pass's step, the last one closes it."""
 
 
@@ -145,7 +176,7 @@ class _CompiledPass:
     After an interruption it stays open until the model's next pass on the thread, or the end of the thread.
     """
 
-    def __init__(self, step: AbstractContextManager[Any]) -> None:
+    def __init__(self, step: AbstractContextManager[object]) -> None:
         self._stack = ExitStack()
         self._stack.enter_context(step)
 
@@ -192,7 +223,7 @@ def step_of(model: object) -> Step | None:
     return step
 
 
-def open_compiled(model: object, step: AbstractContextManager[Any]) -> None:
+def open_compiled(model: object, step: AbstractContextManager[object]) -> None:
     """Open the step of a compiled pass, until `end_compiled`."""
     end_compiled(model)
     _context.compiled[model] = _CompiledPass(step)

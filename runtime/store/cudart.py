@@ -37,14 +37,16 @@ class Cudart:
     ROCm has the same calls and flags under names of its own, and other numbers for attributes.
     """
 
-    def __init__(self, device: int, library: Any = None) -> None:
+    def __init__(self, device: int, library: object = None) -> None:
         """Open the library for the device with index `device`. `library` replaces the runtime in tests.
 
         Raises OSError when torch has neither runtime.
         """
         self._device = device
         self._hip = torch.version.hip is not None
-        self._library = library if library is not None else _rocms_library() if self._hip else _torchs_library()
+        self._library = library
+        if library is None:
+            self._library = _rocms_library() if self._hip else _torchs_library()
         real = library is None and torch.cuda.is_available()
         self._current = functools.partial(torch.cuda.device, device) if real else contextlib.nullcontext
         void = ctypes.c_void_p
@@ -72,7 +74,7 @@ class Cudart:
     def _named(self, name: str) -> Any:
         return getattr(self._library, self._symbol(name))
 
-    def _call(self, name: str, *arguments: Any) -> None:
+    def _call(self, name: str, *arguments: object) -> None:
         # Each thread has its own current device, and registering makes a context on it. torch's guard restores the
         # former device without making a context there.
         with self._current():
@@ -118,7 +120,7 @@ class Cudart:
         self._call("FreeHost", address)
 
 
-def _torchs_library() -> Any:
+def _torchs_library() -> ctypes.CDLL:
     """Return the copy of the CUDA runtime that torch uses; another copy could not clear errors that this one keeps."""
     if torch.version.cuda is None:
         raise OSError("this torch was built without CUDA")
@@ -126,7 +128,7 @@ def _torchs_library() -> Any:
     return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
 
 
-def _rocms_library() -> Any:
+def _rocms_library() -> ctypes.CDLL:
     """Return the copy of ROCm's runtime that torch has loaded, wherever it lies."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libamdhip64" in line:

@@ -137,8 +137,10 @@ class BackingStore:
         With `direct`, extents are read past the page cache where the system allows it (`PageFile`).
         """
         self.bundle = bundle
-        # Shared with other stores of the load while the user's record is read
-        self._checked = recorded() if recorded() is not None else None if checks_again else {}
+        record = recorded()  # shared with other stores of the load while the user's record is read
+        if record is None and not checks_again:
+            record = {}
+        self._checked = record
         self._lock = threading.RLock()  # a finalizer may close on the thread that holds it
         self._closed = False
         self._files: dict[str, int] = {}

@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -106,7 +105,7 @@ def _at(address: int, size: int) -> Buffer:
     return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
-def probe(calls: Cudart, size: int = 64 << 20) -> list[dict[str, Any]]:
+def probe(calls: Cudart, size: int = 64 << 20) -> list[dict[str, object]]:
     """Try each way of pinning on `size` bytes. A store uses the first that works.
 
     Returns:
@@ -127,7 +126,7 @@ def probe(calls: Cudart, size: int = 64 << 20) -> list[dict[str, Any]]:
             (Mode.ALLOCATED, lambda: allocate(calls, size)),
         ]
         for mode, pin in ways:
-            row: dict[str, Any] = {"mode": mode.value, "works": False}
+            row: dict[str, object] = {"mode": mode.value, "works": False}
             rows.append(row)
             if mode in given_up:
                 row["reason"] = given_up[mode]

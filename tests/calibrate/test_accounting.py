@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import tiny_models
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import moepack
 from moepack.calibrate import checkpoint
-from moepack.calibrate.accounting import IGNORED, MTP, RULES, ZERO, Fate
+from moepack.calibrate.accounting import IGNORED, MTP, RULES, ZERO, _rule
 from moepack.calibrate.checkpoint import described, make_config, open_checkpoint, read_config
 from moepack.calibrate.stream import StreamedModel
 from moepack.export.choice import Wanted
@@ -60,11 +61,28 @@ def planted(model: Path, path: Path, change: Change, config: Mapping[str, object
     return path
 
 
+class Fate(NamedTuple):
+    """What becomes of a tensor."""
+
+    kind: str  # "stored", "tied" or "left out"
+    why: str  # the parameter, or the reason
+
+
 def account(path: Path) -> dict[str, Fate]:
-    """The fate of every tensor."""
+    """The fate of every tensor of the files, scales of activations beside an encoded weight by themselves."""
     stream = StreamedModel(open_checkpoint(path))
-    fates = stream.ledger.fates(stream.checkpoint)
-    assert fates.keys() == stream.checkpoint.file_of.keys()
+    ledger, checkpoint = stream.ledger, stream.checkpoint
+    by_weight = {key: Fate("stored", target) for target, keys in ledger.targets.items() for key in keys}
+    by_weight |= {key: Fate("tied", target) for key, target in ledger.ties.items()}
+    by_weight |= {key: Fate("left out", why) for key, why in ledger.left_out.items()}
+    fates: dict[str, Fate] = {}
+    for weight, fate in by_weight.items():
+        encoded = checkpoint.encoded.get(weight)
+        fates |= dict.fromkeys((weight,) if encoded is None else encoded.names, fate)
+        for name in () if encoded is None else encoded.leftovers:
+            if (why := _rule(name, checkpoint.shape(name))) is not None:
+                fates[name] = Fate("left out", why)
+    assert fates.keys() == checkpoint.file_of.keys()
     return fates
 
 

@@ -339,12 +339,8 @@ def test_mixtures_by_weight() -> None:
     assert mixture([99, 99], 3, [2, 1]).ids.tolist() == [[0, 0], [0, 0], [1, 1]]
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 30), st.integers(1, 30))
-def test_each_source_has_its_share_and_fewer_windows_are_the_same_mixture(
-    weights: list[int], samples: int, fewer: int
-) -> None:
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 30))
+def test_each_source_has_its_share(weights: list[int], samples: int) -> None:
     made = mixture([99] * len(weights), samples, list(map(float, weights)))
-    assert sum(made.taken) == samples and sorted(made.turns.tolist()) == list(range(samples))
+    assert sum(made.taken) == samples == len(made.ids)
     assert all(n >= samples * w // sum(weights) for n, w in zip(made.taken, weights, strict=True))
-    first, again = made.first(fewer), mixture([99] * len(weights), min(fewer, samples), list(map(float, weights)))
-    assert first.taken == again.taken and torch.equal(first.ids, again.ids) and torch.equal(first.turns, again.turns)

@@ -39,7 +39,7 @@ def test_names_that_users_type_are_explained() -> None:
     """A policy, a version, a placement, a method or a command that is added fails here until it has its words."""
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     options = Counter(o for c in commands.values() for p in c.params for o in p.opts if o.startswith("--"))
-    placements = {"bf16@packed", "bf16@packed-pinned", "bf16@stored", "w4@host", "w4@pinned", "stored", "absent"}
+    placements = {"bf16@packed", "bf16@packed-pinned", "w4@host", "w4@pinned", "stored", "absent"}
     assert len(Where) == len(placements) + 1, "a place without its word"
     assert missing({e.name for e in registry.ENTRIES}) == []
     assert missing(set(version_names())) == []

@@ -107,5 +107,5 @@ def test_a_router_that_is_asked_ahead() -> None:
     layers = [describe(i, name, model.get_submodule(name)) for i, name in enumerate(names)]
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     router = model.model.layers[1].feed_forward.router
-    chosen, _ = Prediction(model, layers)._routers[1].ask(x, 1)
-    assert chosen.reshape(-1).tolist() == router(x)[1].argmax(-1).tolist()
+    asked = Prediction(model, layers, ())._routers[1].ask(x, 1)
+    assert asked.index.reshape(-1).tolist() == router(x)[1].argmax(-1).tolist()

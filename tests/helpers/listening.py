@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,26 @@ import pytest
 from live_models import least, wait_for
 
 import moepack
+from moepack.pack.spec import Version
 from moepack.runtime.policies import contract, registry
+from moepack.runtime.policies.reducers import GATES
+
+
+@dataclass(frozen=True, slots=True)
+class Options(contract.LiveOptions):
+    """All versions of a bundle."""
+
+    def ladders(self, versions: Sequence[Version]) -> list[contract.Ladder]:
+        return contract.device_ladders(versions, "", "", between=True)
 
 
 class Listener:
     """What the last one made has heard stands in `heard`, intervals apart."""
 
-    needs = contract.Needs(interval=0.02, prompts=True, gates=True)
+    needs = contract.Needs(interval=0.02, prompts=True, sums=(GATES,))
     heard: list[contract.Event]
 
-    def __init__(self, setting: contract.Setting, options: contract.DeviceOptions) -> None:
+    def __init__(self, setting: contract.Setting, options: Options) -> None:
         Listener.heard = self.mine = []
 
     def decide(self, event: contract.Event) -> contract.Wanted | None:
@@ -36,9 +47,7 @@ class Listener:
 @contextmanager
 def listened_to(bundle: Path) -> Iterator[Any]:
     """A model whose passes the policy is told of."""
-    entry = contract.Entry(
-        "listener", "listener", lambda text: contract.read_options(contract.DeviceOptions, text), True, make=Listener
-    )
+    entry = contract.live_entry("listener", Options, Listener)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "ENTRIES", (*registry.ENTRIES, entry))
         budget = least(bundle, "listener") + 1_000_000

@@ -7,6 +7,7 @@ import multiprocessing
 
 import numpy as np
 import pytest
+import torch
 from codec_mutations import attack
 from exponent_inputs import KINDS, draw, every_engine
 from hypothesis import given, settings
@@ -190,3 +191,20 @@ def test_mutated_streams_never_reach_outside(count: int, overrun: int) -> None:
     child.start()
     child.join()
     assert (child.exitcode == 0) == (not overrun)
+
+
+def test_what_is_not_well_formed_is_not_opened() -> None:
+    """As exponent.parse: sizes, offsets, code lengths; and what is too small to be read past its end."""
+    opened = pytest.importorskip("moepack.pack.codec.exponent_native", exc_type=OSError).open_coded
+    generator = torch.Generator().manual_seed(64)
+    good = exponent_fast.encode(torch.randn(64, 48, generator=generator).bfloat16().view(torch.uint16).numpy())
+    at = np.zeros(64 * 48, np.uint16).ctypes.data
+    assert opened(good, 64 * 48, at) is not None
+    assert opened(good, 64 * 48 + 1, at) is None and opened(good[:-1], 64 * 48, at) is None
+    for where in (0, 4, 8, 12, 32, 48, 52, 56, 60):
+        bad = good.copy()
+        bad[where] ^= 0x11
+        assert opened(bad, 64 * 48, at) is None, where
+    tiny = exponent_fast.encode(np.arange(64, dtype=np.uint16))
+    assert opened(tiny, 64, at) is None, "its stream is not followed by enough"
+    assert opened(np.zeros(10, np.uint8), 64, at) is None

@@ -14,7 +14,6 @@ from broken_rules import EDITS, MANIFEST_EDITS, RELEASED
 from broken_rules.extents import at, scaled, section
 from broken_rules.manifest import all_without_dense, put, signs
 from broken_rules.names import BF16, DENSE, Q8, TABLES, W4, Do
-from broken_rules.tables import without_errors
 from hostile_edits import Victim, one_line, problems_of, read_all, refusal
 from support import ROOT, cli, ok
 
@@ -82,10 +81,6 @@ ALLOWED: dict[str, Do] = {
     "anything in the provenance": put("provenance")({"\x1b[31m": ["\x00", None, True, -(1 << 80)], "recipe": "a\nb\t"}),
     "more about the model": put("model", "vision")({"layers": 3}),
     "no allocation": put("allocation")(None),
-    "no standard errors": lambda v: v.tables(lambda a, m: without_errors(a, (1, 4))),
-    "errors of a layer that is not there": lambda v: v.tables(
-        lambda a, m: (without_errors(a, (1, 4)), a.update({"layers.2.mse_error": np.ones((3, 5), np.float32)}))
-    ),
     "a table more": lambda v: v.tables(lambda a, m: a.update(x=np.full(3, np.nan, np.float32))),
     "a column of a version that is not in the manifest": lambda v: v.sign(
         lambda d: (

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from support import at_once
@@ -28,11 +28,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> SimpleNamespace:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A library of three levels; those in `wrong` differ from the reference. `tried` are the levels of its trials."""
     path = tmp_path / "_stand_in.so"
     path.write_bytes(b"code")
-    of = SimpleNamespace(path=path, level=-1, wrong=set(), tried=[])
+    reference = ModuleType("moepack.stand_in")
+    reference.__file__ = str(tmp_path / "reference.py")
+    Path(reference.__file__).write_text("products = None")
+    monkeypatch.setitem(globals(), "reference", reference)  # as a trial's module imports it
+    of = SimpleNamespace(path=path, level=-1, wrong=set(), tried=[], reference=Path(reference.__file__))
 
     def use(level: int) -> int:
         of.level = level
@@ -78,6 +82,7 @@ def test_what_was_found_is_remembered(library: SimpleNamespace, cache: Path) -> 
 
 CHANGES: dict[str, Callable[[SimpleNamespace, pytest.MonkeyPatch], None]] = {
     "library": lambda of, patch: of.path.write_bytes(b"another") and None,
+    "reference": lambda of, patch: of.reference.write_text("another") and None,
     "processor": lambda of, patch: patch.setattr(trials, "processor", lambda: "another"),
     "version": lambda of, patch: patch.setattr(moepack, "__version__", "another"),
     "level": lambda of, patch: patch.setitem(NAMES, 2, "amx"),

@@ -124,21 +124,19 @@ def test_the_correction_is_of_the_tokens_learnt_from_alone() -> None:
 
 def test_moments_without_a_fold_are_those_of_the_other_tokens() -> None:
     g = torch.Generator().manual_seed(0)
-    x, gates, fold = torch.randn(40, 5, generator=g), torch.rand(40, generator=g), torch.arange(40) % 4
+    x, fold = torch.randn(40, 5, generator=g), torch.arange(40) % 4
     layer = torch.randn(30, 5, generator=g)
-    for weights in (None, gates):
-        sums, around = FoldSums.empty(5, 4, torch.device("cpu")), FoldSums.empty(5, 4, torch.device("cpu"))
-        for part in (slice(0, 17), slice(17, 40)):
-            sums.add(x[part], fold[part], None if weights is None else weights[part])
-        around.add(layer, torch.arange(30) % 4)
-        moments = ExpertMoments(sums, around, 10.0)
-        for f in (None, 0, 3):
-            kept = torch.ones(40, dtype=torch.bool) if f is None else fold != f
-            near = layer if f is None else layer[torch.arange(30) % 4 != f]
-            own = second_moments(x[kept], None if weights is None else weights[kept])
-            want = shrink(own, int(kept.sum()), second_moments(near), 10.0)
-            assert torch.allclose(moments.mean(f), want, atol=1e-6)
-        assert moments.fewer(1) == pytest.approx(50 / 40)
+    sums, around = FoldSums.empty(5, 4, torch.device("cpu")), FoldSums.empty(5, 4, torch.device("cpu"))
+    for part in (slice(0, 17), slice(17, 40)):
+        sums.add(x[part], fold[part])
+    around.add(layer, torch.arange(30) % 4)
+    moments = ExpertMoments(sums, around, 10.0)
+    for f in (None, 0, 3):
+        kept = torch.ones(40, dtype=torch.bool) if f is None else fold != f
+        near = layer if f is None else layer[torch.arange(30) % 4 != f]
+        want = shrink(second_moments(x[kept]), int(kept.sum()), second_moments(near), 10.0)
+        assert torch.allclose(moments.mean(f), want, atol=1e-6)
+    assert moments.fewer(1) == pytest.approx(50 / 40)
 
 
 def test_tokens_of_a_group_are_of_one_fold_and_those_held_out_spread_over_groups() -> None:

@@ -44,7 +44,6 @@ LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 PINNED = LIVE.replace("lo=w2", "lo=w2@pinned")
 PAGED = "paged:lo=pinned,interval=0.02,rate=0"
 WHOLE = PAGED + ",resident=1"  # all fit uncompressed until a cache takes their memory
-CHOSEN = "importance:hi=w4,lo=w2@pinned,r=0.5"
 # Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their sum
 A_LAYER = 15
 BESIDE = 22  # of a step: embedding, positions, mask, angles, the last norm and lm_head
@@ -115,16 +114,16 @@ class Served:
         wait_for(changed)
 
 
-@pytest.mark.parametrize(("policy", "dense"), [(LIVE, "bf16"), (LIVE, "w8"), (CHOSEN, "bf16")])
+@pytest.mark.parametrize("dense", ["bf16", "w8"])
 def test_a_layer_is_few_operations_the_same_at_every_epoch(
-    bundles: Any, gpu: StandIn, policy: str, dense: str, monkeypatch: pytest.MonkeyPatch
+    bundles: Any, gpu: StandIn, dense: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models of 2 and of 4 layers; the first step of a model shows whether its layers hand on what routers made."""
     # As of a cache on another device than the host, whose memory is the stand-in's
     monkeypatch.setattr("moepack.runtime.residency.sequences.cached_tokens", lambda cache: None)
     counts = []
     for layers in (2, 4):
-        served = Served(bundles(layers), policy, dense)
+        served = Served(bundles(layers), LIVE, dense)
         assert served.model.moepack.replaced["Qwen3MoeAttention"] == layers
         served.record(1)
         seen = []
@@ -137,9 +136,8 @@ def test_a_layer_is_few_operations_the_same_at_every_epoch(
             served.promote()
         assert all(names == seen[0] for names in seen) and at(served.model, "w4") > 0
         counts.append(len(seen[0]))
-    of_one = A_LAYER + (policy == CHOSEN)  # one more chooses
-    assert (counts[1] - counts[0]) / 2 == of_one, counts
-    assert counts[0] - 2 * of_one == BESIDE
+    assert (counts[1] - counts[0]) / 2 == A_LAYER, counts
+    assert counts[0] - 2 * A_LAYER == BESIDE
 
 
 def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +175,7 @@ def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: p
     assert served.record(1).names != known
 
 
-@pytest.mark.parametrize("policy", [LIVE, PINNED, CHOSEN, PAGED, "static:w4"])
+@pytest.mark.parametrize("policy", [LIVE, PINNED, PAGED, "static:w4"])
 def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the same pass without a graph, promotions between replays, counts included."""
     made: list[Any] = []

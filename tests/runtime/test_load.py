@@ -22,8 +22,8 @@ from moepack.pack.spec import Matrix, Version
 from moepack.runtime.attach import load_map
 from moepack.runtime.kernels.reference import dequantise
 from moepack.runtime.plugin import MoepackQuantizer
+from moepack.runtime.policies.maps import static_map
 from moepack.runtime.policies.registry import parse_policy
-from moepack.runtime.policies.static import static_map
 
 
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])

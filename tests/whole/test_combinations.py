@@ -46,7 +46,6 @@ SIZE = {"vocab_size": 256, "num_experts": 4, "moe_intermediate_size": 16, "eos_t
 AMPLE = 3_000_000  # bytes: enough for every expert at bf16
 # Every policy as it is, and where its values then depend on the requests, with options by which they do not.
 BUDGETED = [*(e.name for e in ENTRIES if e.needs_budget), "importance:hi=bf16,lo=w4,r=1", "hotness:lo=w4@pinned"]
-BUDGETED += ["importance:hi=bf16,lo=w4@pinned,r=1"]
 DENSE = (None, "w8", "w4")
 SHAPES = ((True, None), (False, "w8"), (True, "w4"), (False, "w4"))  # tied to the embeddings or not, dense version
 CASES = [(p, budget, *s) for p in ("static", "static:allocation") for budget in (None, "least") for s in SHAPES]

@@ -196,6 +196,16 @@ def test_what_may_be_missing_is_imported_late(found: Imports) -> None:
     assert "runtime.decode_graph" in bound(eager, "triton") and "moepack.server.http.app" in bound(eager, "h11")
 
 
+def test_the_registry_alone_knows_policies(found: Imports) -> None:
+    """So a policy is dropped with its file, its line and its page."""
+    registry = "runtime.policies.registry"
+    policies = {name for name in found[registry] if name.startswith("runtime.policies.")} - {
+        "runtime.policies.contract"
+    }
+    assert len(policies) > 7
+    assert {name: used & policies for name, used in found.items() if used & policies and name != registry} == {}
+
+
 @pytest.mark.parametrize("name", STANDARD_ONLY)
 def test_standard_library_only(found: Imports, name: str) -> None:
     others = {n[1:] for n in found[name] if n.startswith(".")}

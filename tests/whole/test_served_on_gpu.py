@@ -21,8 +21,7 @@ pytestmark = [
 NEAR = {"bfloat16": 0.03, "float16": 2e-3, "float32": 1e-5}  # of the logits' norm
 LIVE = "hotness:hi=w4,lo=w2", "importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent", "lru:hi=w4,lo=absent"
 POLICIES = *LIVE, "paged", "uniform", "random", "prefill:hi=w4", "hotness:hi=w4,lo=stored"
-POLICIES += "hotness:hi=w4,lo=w4@pinned", "lru:hi=w4,lo=w4@pinned", "hotness:hi=bf16,lo=w2@pinned", "paged:lo=pinned"
-POLICIES += "importance:hi=w4,lo=w2@pinned", "importance:hi=bf16,lo=w2@pinned,by=counts"
+POLICIES += "hotness:hi=w4,lo=w4@pinned", "hotness:hi=bf16,lo=w2@pinned", "paged:lo=pinned"
 
 
 @pytest.mark.parametrize("dtype", NEAR)

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ class Workers:
         self._room = threading.Semaphore(ahead)
         self._error: BaseException | None = None
 
-    def submit(self, call: Callable[..., None], *given: Any) -> None:
+    def submit(self, call: Callable[..., None], *given: object) -> None:
         """Have something called, once there is room. Raises an earlier call's error, after which nothing is called."""
         self._room.acquire()
         if self._error is not None:
@@ -78,7 +78,7 @@ class Workers:
         """Wait for calls that run, and drop the others."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _run(self, call: Callable[..., None], given: tuple[Any, ...]) -> None:
+    def _run(self, call: Callable[..., None], given: tuple[object, ...]) -> None:
         try:
             if self._error is None:
                 call(*given)

@@ -15,11 +15,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from moepack.pack.errors import BundleError, InputError, TargetError
 from moepack.pack.files import digest_of, size_of
 from moepack.pack.manifest.parser import safe_path
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.writer import LOCK, hold, replace_file, sync
 from moepack.shared.progress import Reporter
 
@@ -31,7 +31,7 @@ class ExportDirectory:
 
     FILES = "files"  # the folder that becomes the output
 
-    def __init__(self, target: Path, made_for: Mapping[str, Any], reporter: Reporter) -> None:
+    def __init__(self, target: Path, made_for: Mapping[str, object], reporter: Reporter) -> None:
         """Take over what was made for the same, and remove all else.
 
         Raises TargetError for a directory that is no export's, and while another export is at work in it.
@@ -58,7 +58,7 @@ class ExportDirectory:
             self.unlock()
             raise
 
-    def _take_over(self, record: Mapping[str, Any], reporter: Reporter) -> None:
+    def _take_over(self, record: JsonObject, reporter: Reporter) -> None:
         known = record.get("files", {}) if record.get("made_for") == self._key else {}
         if known:
             reporter.stage("check what is here", len(known))
@@ -174,7 +174,7 @@ class ExportDirectory:
 
 
 @contextlib.contextmanager
-def working(target: Path, made_for: Mapping[str, Any], needed: int, reporter: Reporter) -> Iterator[ExportDirectory]:
+def working(target: Path, made_for: Mapping[str, object], needed: int, reporter: Reporter) -> Iterator[ExportDirectory]:
     """Make a directory that is at `target` when the context ends, and not before.
 
     What was made for the same by an export that was stopped is there again; after a refusal nothing is left.
@@ -225,7 +225,7 @@ def _names(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     try:
         found = json.loads(path.read_text())
         for name, (size, digest) in found["files"].items():

@@ -10,7 +10,7 @@ a bit is 1, -d where it is 0, the lowest first. (ggml-common.h, ggml-quants.c)
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,9 @@ from ..targets import ROTATED
 from ..values import Values
 from ..zeros import extents, zero_points
 from .file import Type, block_of
+
+if TYPE_CHECKING:
+    import torch
 
 Bytes = npt.NDArray[np.uint8]
 BLOCK_1 = block_of(Type.Q1_0)
@@ -115,7 +118,7 @@ def blocks(values: Values, rows: slice, kind: Type) -> Bytes:
     return np.concatenate([half.reshape(-1, 1).view(np.uint8), own], axis=1).reshape(-1)
 
 
-def _bits() -> Any:
+def _bits() -> torch.dtype:
     import torch
 
     return torch.uint8

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, get_tensor_name_map
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Family:
     in_float32: tuple[str, ...]  # matrices that llama.cpp wants in F32; vectors always are
     # A matrix of an expert -> the file's tensors that hold its rows, in equal parts.
     experts: Mapping[str, tuple[str, ...]]
-    settings: Callable[[Mapping[str, Any]], dict[str, Any]]  # raises ValueError for what llama.cpp does not do
+    settings: Callable[[JsonObject], JsonObject]  # raises ValueError for what llama.cpp does not do
 
     @property
     def architecture(self) -> str:
@@ -40,7 +40,7 @@ class Family:
         return name if found is None else name.replace("blk.0.", f"blk.{found[1]}.", 1)
 
 
-def _qwen3moe(config: Mapping[str, Any]) -> dict[str, Any]:
+def _qwen3moe(config: JsonObject) -> JsonObject:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     unlike = {
         "attention_bias": config.get("attention_bias"),
@@ -83,7 +83,7 @@ FAMILIES = {
 }
 
 
-def family_of(where: str, config: Mapping[str, Any]) -> Family:
+def family_of(where: str, config: JsonObject) -> Family:
     """The family of a config.json. Raises InputError, by name, for one whose tensors are not known here."""
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
@@ -92,7 +92,7 @@ def family_of(where: str, config: Mapping[str, Any]) -> Family:
     return FAMILIES[kind]
 
 
-def settings(where: str, family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
+def settings(where: str, family: Family, config: JsonObject) -> JsonObject:
     """The keys of a file for a config.json. Raises InputError for a setting that llama.cpp's architecture lacks."""
     try:
         own = family.settings(config)

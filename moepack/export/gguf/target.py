@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.shared.progress import Reporter
@@ -20,6 +21,9 @@ from . import blocks
 from .file import Metadata, Tensor, Type, open_files, size_of
 from .names import Family, family_of, settings
 from .tokens import tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -158,13 +162,13 @@ class Gguf(Target):
             each(write, layer.experts)
 
 
-def _bits() -> Any:
+def _bits() -> torch.dtype:
     import torch
 
     return torch.uint8
 
 
-def _config(job: ExportJob) -> dict[str, Any]:
+def _config(job: ExportJob) -> JsonObject:
     return own_config(job.bundle)
 
 

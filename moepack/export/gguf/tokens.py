@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+
+from moepack.pack.manifest.strict_json import JsonObject
 
 # types of tokens
 _NORMAL = 1
@@ -19,7 +20,7 @@ _CUTS = {
 }
 
 
-def tokenizer(path: Path, vocabulary: int) -> dict[str, Any] | None:
+def tokenizer(path: Path, vocabulary: int) -> JsonObject | None:
     """The keys of a directory's tokenizer; None without one, or if no name of how it cuts text is known here."""
     try:
         document = json.loads((path / "tokenizer.json").read_text())
@@ -31,7 +32,7 @@ def tokenizer(path: Path, vocabulary: int) -> dict[str, Any] | None:
         return None
 
 
-def _keys(document: dict[str, Any], settings: dict[str, Any], chat: Any, vocabulary: int) -> dict[str, Any] | None:
+def _keys(document: JsonObject, settings: JsonObject, chat: object, vocabulary: int) -> JsonObject | None:
     model = document["model"]
     cut = _cut(document["pre_tokenizer"])
     odd = any(model.get(part) for part in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges"))
@@ -44,7 +45,7 @@ def _keys(document: dict[str, Any], settings: dict[str, Any], chat: Any, vocabul
     unused = [words.get(i, (f"[PAD{i}]", _UNUSED)) for i in range(vocabulary)]
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
     numbers = {word: number for number, (word, _) in words.items() if number < vocabulary}
-    out: dict[str, Any] = {
+    out: JsonObject = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": _CUTS[cut],
         "tokenizer.ggml.tokens": [word for word, _ in unused],
@@ -60,7 +61,7 @@ def _keys(document: dict[str, Any], settings: dict[str, Any], chat: Any, vocabul
     return out | ({"tokenizer.chat_template": chat} if isinstance(chat, str) else {})
 
 
-def _cut(pre: dict[str, Any]) -> Any:
+def _cut(pre: JsonObject) -> object:
     """The expression of a pre-tokenizer; None of ByteLevel's own; False of another kind."""
     first, *others = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
     level = others[0] if others else first

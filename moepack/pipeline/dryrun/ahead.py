@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.sections import PAGE, align
 from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version
 from moepack.quantize import methods
@@ -69,7 +70,7 @@ class OutlineRun(DryRun):
         attended = self._stream.dense_size(index)[0] * self._ids.shape[1]  # scores and values, as `needs` counts rows
         self._operations += 2.0 * tokens * (active + attended)
 
-    def result(self, rates: Mapping[str, Any], keep: bool, linked: bool) -> Estimate:
+    def result(self, rates: JsonObject, keep: bool, linked: bool) -> Estimate:
         """As in `DryRun`; dense tensors count in the dtypes of the outline."""
         hidden = self._stream.model.config.get_text_config().hidden_size
         device = self._stream.device

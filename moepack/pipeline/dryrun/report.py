@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.spec import encoding_of
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,7 @@ class Estimate:
     outline: str = ""
 
 
-def render(e: Estimate) -> Any:
+def render(e: Estimate) -> Table:
     """Render the estimate as a table."""
     from rich.table import Table
 

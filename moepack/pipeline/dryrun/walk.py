@@ -12,9 +12,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.layer_file import header_size
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import DenseMatrix, Version, dense_layers, lossy
 from moepack.runtime.devices.glibc import reusing
 from moepack.shared.progress import Reporter
@@ -266,7 +267,7 @@ class DryRun:
         # A layer's batches run in rounds of `at_once`; the last round may leave workers idle.
         return one * -(-batches // at_once) / batches
 
-    def result(self, rates: Mapping[str, Any], keep: bool, linked: bool) -> Estimate:
+    def result(self, rates: JsonObject, keep: bool, linked: bool) -> Estimate:
         """Scale the measurements to the whole build.
 
         `rates` are the disk's, from `disk_rates`. `keep`: activations are kept. `linked`: the bundle's layer
@@ -282,14 +283,13 @@ class DryRun:
         kept = needs.hidden * (1 + (self.layers > EVERY)) if keep else 0
         filed = needs.experts * how.experts_on_disk
         spilt = needs.hidden * how.hidden_on_disk + needs.seen * how.seen_on_disk + filed
-        passes = 2 if self._recipe.calibration.until else 1  # the first counts tokens
         written = 2 * versions + 2 * self._dense + kept // 2 * (self.layers // EVERY + 1)
-        written += passes * (self.layers + 1) * needs.hidden * how.hidden_on_disk
-        written += passes * len(self._experts) * (filed + needs.seen * how.seen_on_disk)
+        written += (self.layers + 1) * needs.hidden * how.hidden_on_disk
+        written += len(self._experts) * (filed + needs.seen * how.seen_on_disk)
         seconds = {
             "start": self.seconds["start"],
-            "read": self.seconds["read"] * passes,
-            "calibrate": (self._forward * cold + self._again * (batches - cold)) * self.layers * passes,
+            "read": self.seconds["read"],
+            "calibrate": (self._forward * cold + self._again * (batches - cold)) * self.layers,
             "quantise": self._one_expert * count + self._one_dense * self._dense_work,
             "encode": self.seconds["encode"],
             "write": written / rate if rate else 0.0,

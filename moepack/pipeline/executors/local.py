@@ -71,7 +71,7 @@ def _make(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs, device: tor
         return make_row_shard(task, inputs.tensors, *moments, device, inputs.native_dense)
     from moepack.calibrate.held import release
 
-    assert inputs.weights is not None and inputs.observation is not None
+    assert inputs.module is not None and inputs.weights is not None and inputs.observation is not None
     weights = inputs.weights.select(task.experts)
     made = make_expert_batch(task, inputs.module, weights, inputs.observation, device, inputs.native)
     for matrices in inputs.weights.weights:

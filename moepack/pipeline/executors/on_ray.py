@@ -11,12 +11,13 @@ from __future__ import annotations
 import hashlib
 import pickle
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.writer import sync
 from moepack.shared.cluster import connect
 
@@ -54,12 +55,12 @@ class _LayerInFlight:
 
     work: LayerWork
     advance: Advance
-    put: dict[int | None, Any] = field(default_factory=dict)  # group of dense matrices (None: experts) -> reference
+    put: dict[int | None, object] = field(default_factory=dict)  # group of dense matrices (None: experts) -> reference
     bytes: int = 0  # of the part's tokens and moments, in the object store until the tasks are finished
-    running: dict[Any, int] = field(default_factory=dict)  # Ray's task -> index in work.tasks
-    writing: Any = None  # Ray's task that writes the part's files
+    running: dict[Iterator[object], int] = field(default_factory=dict)  # Ray's task -> index in work.tasks
+    writing: Iterator[object] | None = None  # Ray's task that writes the part's files
     here: bool = False  # a result came over the network, so this process writes the part's files
-    note: dict[str, Any] | None = None
+    note: JsonObject | None = None
 
 
 class OnRay:
@@ -151,11 +152,14 @@ class OnRay:
         if self._started:
             self._ray.shutdown()
 
-    def _remote(self, function: Any, options: dict[str, Any], what: Any, *more: Any) -> Any:
+    def _remote(
+        self, function: Callable[..., object], options: Mapping[str, object], what: object, *more: object
+    ) -> Iterator[object]:
         """Start a generator function as a Ray task, and return the task."""
         self.traffic.orders += len(pickle.dumps((what, self._probe)))
         task = self._ray.remote(function).options(num_returns="streaming", max_retries=RETRIES, **options)
-        return task.remote(what, self._source, self._probe, *more)
+        made: Iterator[object] = task.remote(what, self._source, self._probe, *more)
+        return made
 
     def _full(self, more: int) -> bool:
         """Whether the next layer, of `more` bytes of tokens and moments, has to wait."""
@@ -173,13 +177,13 @@ class OnRay:
         ready, _ = self._ray.wait(list(tasks), num_returns=1, timeout=timeout)
         for task in ready:
             layer = tasks[task]
-            if task is layer.writing:
-                self._written(layer, task)
-            else:
+            if task in layer.running:
                 self._made(layer, task)
+            else:
+                self._written(layer, task)
         return bool(ready)
 
-    def _made(self, layer: _LayerInFlight, task: Any) -> None:
+    def _made(self, layer: _LayerInFlight, task: Iterator[object]) -> None:
         """Take a task's answer. If it carries the result, check the bytes and write them to the work directory."""
         i = layer.running[task]
         path = layer.work.kept[i]
@@ -220,13 +224,13 @@ class OnRay:
         else:
             layer.writing = self._remote(finish_layer, {"num_cpus": THREADS}, layer.work)
 
-    def _written(self, layer: _LayerInFlight, task: Any) -> None:
+    def _written(self, layer: _LayerInFlight, task: Iterator[object]) -> None:
         note = self._get(next(task))
         self.traffic.answers += len(pickle.dumps(note))
         layer.writing = None
         layer.note = write_layer(layer.work) if note is None else note
 
-    def _get(self, reference: Any) -> Any:
+    def _get(self, reference: object) -> Any:
         ray = self._ray
         try:
             return ray.get(reference)

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -73,7 +73,7 @@ class WorkerCheckpoint:
     """A checkpoint's path, the same on every machine, and what identifies its files."""
 
     path: str
-    files: Mapping[str, Mapping[str, Any]]  # file name -> its entry of `moepack.calibrate.identity.identity`
+    files: Mapping[str, Mapping[str, object]]  # file name -> its entry of `moepack.calibrate.identity.identity`
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,9 @@ def _make(task: RowShardTask | ExpertBatchTask, source: WorkerCheckpoint, shared
     return make_expert_batch(task, stream.experts_module(task.layer), weights, observation, device, native)
 
 
-def finish_layer(work: LayerWork, source: WorkerCheckpoint, probe: DirectoryProbe) -> Iterator[dict[str, Any] | None]:
+def finish_layer(
+    work: LayerWork, source: WorkerCheckpoint, probe: DirectoryProbe
+) -> Iterator[dict[str, object] | None]:
     """Write a part's files and yield the note; yield None if this machine does not see all results of its tasks."""
     yield write_layer(work) if probe.seen() and not work.missing else None
 
@@ -174,7 +176,7 @@ def _stream(path: str) -> StreamedModel:
     return StreamedModel(open_checkpoint(path))
 
 
-def _check(path: Path, known: Mapping[str, Any]) -> None:
+def _check(path: Path, known: Mapping[str, object]) -> None:
     try:
         now = path.stat()
     except OSError as error:
@@ -184,7 +186,7 @@ def _check(path: Path, known: Mapping[str, Any]) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _same(path: Path, state: tuple[int, ...], known: tuple[tuple[str, Any], ...]) -> bool:
+def _same(path: Path, state: tuple[int, ...], known: tuple[tuple[str, str | int], ...]) -> bool:
     from moepack.calibrate.identity import is_known
 
     return is_known(path, dict(known))

@@ -10,10 +10,11 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import InputError
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import Version, lossy
 from moepack.quantize import methods
 from moepack.shared.version import __version__
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
     from moepack.calibrate.native import NativeWeight
+    from moepack.families.interface import ExpertsModule
     from moepack.quantize.expert_batch import Settings
 
     from ..recipe import Recipe
@@ -64,7 +66,7 @@ class ExpertBatchTask:
         return address(self, facts)
 
 
-def address(task: Any, facts: dict[str, Any]) -> str:
+def address(task: Any, facts: JsonObject) -> str:
     """Add the facts that every task has to `facts`, and return the SHA-256 of all."""
     facts |= {
         "moepack": __version__,
@@ -82,7 +84,7 @@ def batch_settings(recipe: Recipe) -> Settings:
 
     q = recipe.quantize
     versions = lossy(recipe.version_specs())
-    return Settings(q.method, versions, q.min_tokens, q.loss_tokens, q.moments, zeros=q.zeros, refine=q.refine)
+    return Settings(q.method, versions, q.loss_tokens, zeros=q.zeros, refine=q.refine)
 
 
 def observation_digest(observation: Observation) -> str:
@@ -133,7 +135,7 @@ def released_extent(
         raise InputError(f"{version.name} cannot hold an expert of layer {weights.layer.index}: {error}") from None
 
 
-def no_codes(what: object) -> Any:
+def no_codes(what: object) -> NoReturn:
     """Stand for a reader of codes where no version holds them."""
     raise AssertionError(f"no version holds the codes of {what}")
 
@@ -143,7 +145,7 @@ NativeReader = Callable[[range], "Sequence[NativeWeight]"]  # codes and scales o
 
 def make_expert_batch(
     task: ExpertBatchTask,
-    module: Any,
+    module: ExpertsModule,
     weights: ExpertWeights,
     observation: Observation,
     device: torch.device,

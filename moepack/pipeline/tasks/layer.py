@@ -10,13 +10,14 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from moepack.pack.codec.affine import put_rows
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.layer_file import LayerFileWriter
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import DenseLayer, ExpertLayer, Matrix, Version
 from moepack.pack.tables import metadata
 from moepack.quantize import methods
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
     from moepack.calibrate.dense import DenseMoments
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
+    from moepack.families.interface import ExpertsModule
 
 
-Note = tuple[int | None, dict[str, Any]]  # a part, and the note that `WorkDirectory.mark` writes for it
+Note = tuple[int | None, JsonObject]  # a part, and the note that `WorkDirectory.mark` writes for it
 Advance = Callable[[int], None]  # called with the number of experts and row shards that have just been finished
 LOSSES = "dense-losses.safetensors"
 _COLUMNS = ("relative", "mse", "method")
@@ -50,7 +52,7 @@ class DenseWork:
     tokens: int  # calibration tokens that went through the part
 
     @property
-    def note(self) -> dict[str, Any]:
+    def note(self) -> JsonObject:
         """The part's note for the work directory, without the entries of its files."""
         return {"matrices": [asdict(m) for m in self.layer.matrices]}
 
@@ -89,7 +91,7 @@ class LayerInputs:
     """The tensors of a part's tasks in this process."""
 
     observation: Observation | None = None  # what the layer's experts read on the calibration tokens
-    module: Any = None  # the layer's experts module
+    module: ExpertsModule | None = None  # the layer's experts module
     weights: ExpertWeights | None = None  # None where the executor reads weights itself
     moments: DenseMoments | None = None  # of the dense matrices' inputs
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # dense; empty where the executor reads them
@@ -97,12 +99,12 @@ class LayerInputs:
     native_dense: DenseReader = no_codes  # likewise of a dense matrix, by its module
 
 
-def write_layer(work: LayerWork) -> dict[str, Any]:
+def write_layer(work: LayerWork) -> JsonObject:
     """Write a part's files from its tasks' results; return the part's note for the work directory.
 
     Files are written in a temporary folder and moved whole, because two workers of a cluster may write them at once.
     """
-    note: dict[str, Any] = {}
+    note: JsonObject = {}
     made = list(zip(work.tasks, work.kept, strict=True))
     with tempfile.TemporaryDirectory(dir=work.kept[0].parent) as aside:
         if work.dense is not None:
@@ -118,7 +120,7 @@ def write_layer(work: LayerWork) -> dict[str, Any]:
 
 def _write_experts(
     layer: ExpertLayer, made: Sequence[tuple[ExpertBatchTask, Path]], folder: Path
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, JsonObject]:
     import torch
 
     from moepack.quantize.pooling import pooled
@@ -144,7 +146,7 @@ def file_name(version: str) -> str:
     return f"dense-{version}.safetensors"
 
 
-def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], folder: Path) -> dict[str, Any]:
+def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], folder: Path) -> JsonObject:
     """Write a part's dense file of every version, and the losses. Return the note: the matrices, and each file's entry.
 
     `made` holds the row shards and their results, in the order of `row_shard_tasks`.

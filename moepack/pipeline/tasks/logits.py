@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
@@ -13,7 +13,7 @@ from moepack.pack.spec import ExpertLayer, Version, lossy
 from moepack.pack.values import Expert
 from moepack.shared.progress import Reporter
 
-from ..artifacts import PROBE, finished, save
+from ..artifacts import PROBE, RunRecord, finished, save
 from ..work import WorkDirectory
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def logits_tables(
     work: WorkDirectory,
-    record: Mapping[str, Any],
+    record: RunRecord,
     layers: Sequence[ExpertLayer],
     stages: Mapping[Version, str],
     folder: str,

@@ -8,7 +8,7 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,6 +23,9 @@ from .live_view import LiveView
 from .metrics import Metrics
 from .openapi import described
 
+if TYPE_CHECKING:
+    from moepack.runtime.serving import Serving
+
 Aside = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -30,7 +33,14 @@ class Info:
     """These routes, for one model that is called `name`."""
 
     def __init__(
-        self, name: str, serving: Any, scheduler: Scheduler, metrics: Metrics, view: LiveView, chats: bool, aside: Aside
+        self,
+        name: str,
+        serving: Serving,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        view: LiveView,
+        chats: bool,
+        aside: Aside,
     ) -> None:
         """Set up; `chats` says whether the model has a chat template, and `aside` runs slow work off the event loop."""
         self._name, self._serving, self._scheduler, self._chats = name, serving, scheduler, chats
@@ -79,7 +89,7 @@ class Info:
     async def _openapi(self, request: Request) -> Response:
         return JSONResponse(await self._aside(lambda: described(self._name)))
 
-    def _described(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, object]:
         limits = self._scheduler.limits
         context = {"max_model_len": limits.context} if limits.context < UNLIMITED else {}
         return {

@@ -6,11 +6,14 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.scheduler import Scheduler
 from moepack.shared.memory import peaks
+
+if TYPE_CHECKING:
+    from moepack.runtime.served_model import ServedModel
 
 
 class LiveView:
@@ -18,14 +21,14 @@ class LiveView:
 
     FRESH = 0.25  # seconds for which one answer is reused
 
-    def __init__(self, model: Any, name: str, engine: Engine, scheduler: Scheduler) -> None:
+    def __init__(self, model: ServedModel, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._name, self._engine, self._scheduler = model.moepack, name, engine, scheduler
-        self._heat = self._serving.routed()
+        self._serving.routed()  # counts from now on
         self._began = time.monotonic()
         self._lock = threading.Lock()
-        self._made: tuple[float, dict[str, Any]] = (-1.0, {})
+        self._made: tuple[float, dict[str, object]] = (-1.0, {})
 
-    def __call__(self) -> dict[str, Any]:
+    def __call__(self) -> dict[str, object]:
         """The page's state, ready for JSON."""
         with self._lock:
             at, made = self._made
@@ -33,7 +36,7 @@ class LiveView:
                 self._made = time.monotonic(), (made := self._make())
             return made
 
-    def _make(self) -> dict[str, Any]:
+    def _make(self) -> dict[str, object]:
         serving, scheduler = self._serving, self._scheduler
         versions = [v.name for v in serving.bundle.manifest.versions]
         placed = serving.versions
@@ -46,7 +49,7 @@ class LiveView:
             "kinds": kinds,
             "layers": [layer.of.layer.index for layer in serving.layers],
             "placed": [[kinds.index(kind) for kind in row] for row in placed],
-            "heat": self._heat.counts(),
+            "heat": serving.routed(),
             "budget": self._budget(),
             "counters": serving.counters(),
             "health": serving.health(),
@@ -60,7 +63,7 @@ class LiveView:
             },
         }
 
-    def _budget(self) -> dict[str, Any]:
+    def _budget(self) -> dict[str, object]:
         serving = self._serving
         fixed = ("dense", "activations", "staging", "window", "kv")
         parts = Counter({name: getattr(serving.fixed, name) for name in fixed})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,6 +17,9 @@ from moepack.shared.memory import peaks
 
 from .vllm_metrics import VllmNames
 
+if TYPE_CHECKING:
+    from moepack.runtime.served_model import ServedModel
+
 FIRST = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 
@@ -24,7 +27,7 @@ EACH = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1)
 class Metrics(Collector):
     """Counters that are updated as requests end, and gauges that are read on each request for /metrics."""
 
-    def __init__(self, model: Any, name: str, engine: Engine, scheduler: Scheduler) -> None:
+    def __init__(self, model: ServedModel, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._engine, self._scheduler = model.moepack, engine, scheduler
         self._vllm = VllmNames(name)
         self._registry = own = CollectorRegistry()

@@ -56,7 +56,7 @@ def described(model: str) -> Object:
     for schema in shared["$defs"].values():
         if "model" in schema.get("properties", {}):
             schema["properties"]["model"] = {"enum": [model]}
-    paths: dict[str, Any] = {}
+    paths: Object = {}
     for path, summary in GETS.items():
         kind = OTHER.get(path, "application/json")
         paths[path] = {"get": {"summary": summary, "responses": {"200": _response(kind), **_REFUSALS}}}

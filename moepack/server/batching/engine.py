@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,11 @@ from moepack.runtime.residency.kv_reserve import KvBudget
 from .packed_cache import NAME, CacheShape, NotPackable, PackedKvCache, RowInput, SequenceCache, windows_of
 from .prefixes import CHUNK
 from .row_table import RowTable
+
+if TYPE_CHECKING:
+    from transformers import Cache
+
+    from moepack.runtime.served_model import CausalModel
 
 log = logging.getLogger("moepack.server")
 # Passes of many lengths on one thread fragment the heap: 800 passes of up to 256 tokens left 200 MB of free holes.
@@ -62,7 +67,7 @@ class StepInput:
 class Engine:
     """Run a model's forward passes. One thread at a time may call it."""
 
-    def __init__(self, model: Any, step_tokens: int, most_kept: int | None = 0) -> None:
+    def __init__(self, model: CausalModel, step_tokens: int, most_kept: int | None = 0) -> None:
         """Prepare for passes of at most `step_tokens` tokens.
 
         `most_kept` is the most bytes of kept chunks of prompts: 0 keeps none, None takes the default.
@@ -85,7 +90,7 @@ class Engine:
         # Seconds that passes waited for experts' bytes since the start.
         self.waited: Callable[[], float] = lambda: 0.0 if manager is None else float(manager.waited)
         try:
-            if manager is not None and getattr(manager.policy.needs, "importance", False):
+            if manager is not None and manager.policy.needs.importance:
                 raise NotPackable("its policy reads attention weights")
             self._windows = windows_of(model.config)
             model.config._attn_implementation = NAME
@@ -301,7 +306,9 @@ class Engine:
         slot.length += count
         return logits if item.wanted else None
 
-    def _pass(self, tokens: list[int], positions: list[int], cache: Any, kept: list[int]) -> tuple[Tensor, Any]:
+    def _pass(
+        self, tokens: list[int], positions: list[int], cache: Cache | None, kept: list[int]
+    ) -> tuple[Tensor, object]:
         """Return the logits of the tokens `kept`, and the cache: the one given, or one of the model's own kind."""
         ids = torch.tensor([tokens], device=self.device)
         at = torch.tensor([positions], device=self.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,10 @@ from moepack.server.tools.parts import Functions
 
 from .schema_limits import FUEL, check_schemas
 
-Lark = Callable[[dict[str, Any]], str | None]
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Lark = Callable[[dict[str, object]], str | None]
 
 
 class Grammars:
@@ -26,10 +29,10 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._ends = ends
-        self._made: Any = None
+        self._made: LLTokenizer | None = None
         self._lock = threading.Lock()
 
-    def of_schema(self, schema: dict[str, Any], lark: Lark = lambda schema: None) -> Callable[[], JsonMask]:
+    def of_schema(self, schema: dict[str, object], lark: Lark = lambda schema: None) -> Callable[[], JsonMask]:
         """Turn a JSON schema into a function that makes a sequence's mask. An invalid schema is an ApiError.
 
         `lark` writes the grammar of an answer with more than JSON, such as reasoning before it; None if there is none.
@@ -46,7 +49,7 @@ class Grammars:
         check_schemas("tools", functions.values())
         return self._check("tools", lambda kind: kind.grammar_from_lark(lark()))
 
-    def _check(self, param: str, made: Callable[[Any], Any]) -> Callable[[], JsonMask]:
+    def _check(self, param: str, made: Callable[[type[LLMatcher]], str]) -> Callable[[], JsonMask]:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
@@ -63,7 +66,7 @@ class Grammars:
             raise _unkept(param, problem)
         return lambda: JsonMask(first.deep_copy(), param)
 
-    def _made_tokenizer(self, param: str) -> Any:
+    def _made_tokenizer(self, param: str) -> LLTokenizer:
         """Return llguidance's tokenizer. The first call makes it, in a second for a large vocabulary."""
         from llguidance.hf import from_tokenizer
 
@@ -84,7 +87,7 @@ def _unkept(param: str, why: str) -> ApiError:
 class JsonMask:
     """The tokens that a grammar allows next, for one sequence."""
 
-    def __init__(self, matcher: Any, param: str) -> None:
+    def __init__(self, matcher: LLMatcher, param: str) -> None:
         self._matcher = matcher
         self._param = param
 

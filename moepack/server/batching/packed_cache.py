@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -376,7 +376,7 @@ class _Layer:
         self._rows = weakref.proxy(rows)
         self._number = number
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Store new keys and values and return both unchanged; `attend` reads the rows instead."""
         out: tuple[Tensor, Tensor] = self._rows.store(self._number, keys, values)
         return out
@@ -456,7 +456,7 @@ def _attention(
     return step.packed.attend(module, query, key, scaling, sinks), None
 
 
-def _no_mask(**_: Any) -> None:
+def _no_mask(**_: object) -> None:
     """Make no mask: each sequence reads its own cache."""
 
 
@@ -464,7 +464,7 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def windows_of(config: Any) -> list[int | None]:
+def windows_of(config: PreTrainedConfig) -> list[int | None]:
     """Each layer's attention window in tokens; None for full.
 
     Raises:

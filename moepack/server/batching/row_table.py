@@ -6,7 +6,7 @@ The table stays where it is, whatever rows a pass has, so CUDA graphs of passes 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from moepack.runtime.attach import serves_dense
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Where = npt.NDArray[np.int64]  # of a row, [layers, FIELDS]: where keys and values lie, where they end, their room
 REFUSED = 8  # passes after which the next ones are not expected to be replayed either
@@ -42,7 +45,7 @@ class RowTable:
         self.refused = 0  # passes of the most rows, one after another, that were not replayed (decode_graph.py)
 
     @classmethod
-    def of(cls, model: Any, layers: int) -> RowTable | None:
+    def of(cls, model: PreTrainedModel, layers: int) -> RowTable | None:
         """Return a table for a model whose decoding passes may be replayed; None for another."""
         graphs = getattr(getattr(model, "_moepack_wrapper", None), "graphs", None)
         return cls(layers, model.device) if graphs is not None and serves_dense() else None

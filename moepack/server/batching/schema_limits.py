@@ -36,14 +36,14 @@ _PIECE = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d*),?(\d*)\}|.", re.DOTALL)
 _WORDS = ("description", "title", "$comment", "examples", "default")  # keys whose values no grammar has
 
 
-def check_schemas(param: str, schemas: Iterable[dict[str, Any]]) -> None:
+def check_schemas(param: str, schemas: Iterable[dict[str, object]]) -> None:
     """Refuse schemas that are together too large. Raises ApiError."""
     values = 0
     fields = 0
     text = 0
     parts = 0
     choices = 0
-    left: list[tuple[Any, int]] = [(schema, 1) for schema in schemas]
+    left: list[tuple[object, int]] = [(schema, 1) for schema in schemas]
     while left:
         one, depth = left.pop()
         values += 1
@@ -75,11 +75,11 @@ def check_schemas(param: str, schemas: Iterable[dict[str, Any]]) -> None:
             raise _too_large(param, f"more than {FIELDS} fields, {TEXT >> 10} KiB of text, or {MERGED} merged choices")
 
 
-def _length(value: Any) -> int:
+def _length(value: object) -> int:
     return len(value) if isinstance(value, list) and len(value) > 1 else 0
 
 
-def _is_word(name: str, value: Any) -> bool:
+def _is_word(name: str, value: object) -> bool:
     """Whether a key only explains; a field may be called so too, but its schema is an object."""
     return name in _WORDS and not isinstance(value, dict)
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, printable
 from moepack.server.errors import bad
 
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def end_tokens(generation_config: Any) -> list[int]:
+def end_tokens(generation_config: GenerationConfig | None) -> list[int]:
     """The tokens at which a model's generation_config.json ends an answer.
 
     Raises:
@@ -37,8 +40,8 @@ class Tokens:
         ends: tokens that end an answer.
     """
 
-    def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> None:
+        self.tokenizer: Any = tokenizer
         own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         self.ends = frozenset([*end_tokens(generation_config), *own])
         self._lock = threading.Lock()  # a fast tokenizer changes its settings while it encodes

@@ -7,7 +7,7 @@ import concurrent.futures
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -40,6 +40,12 @@ from .replies import ChatReply, CompletionReply, Reply
 from .templates import manners_of, render
 from .tokenizing import Tokenized, detokenize, tokenize
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from transformers import PreTrainedTokenizerBase
+
+    from moepack.runtime.served_model import ServedModel
+
 HELPERS = 2  # threads beside the event loop; glibc keeps an arena for each thread that ever ran
 Found = TypeVar("Found")
 
@@ -47,7 +53,7 @@ Found = TypeVar("Found")
 class Server:
     """The application: a model, its scheduler and the routes. Call `start` on the event loop that serves `app`."""
 
-    def __init__(self, model: Any, tokenizer: Any, options: Options) -> None:
+    def __init__(self, model: ServedModel, tokenizer: PreTrainedTokenizerBase, options: Options) -> None:
         self._options = options
         self.tokens = Tokens(tokenizer, getattr(model, "generation_config", None))
         if options.template is not None:
@@ -109,9 +115,9 @@ class Server:
                 self.metrics.ended(job, event)
             job.tell(event)
 
-    def _counted(self, app: Any, known: set[str]) -> Any:
-        async def counting(scope: Any, receive: Any, send: Any) -> None:
-            async def sending(message: Any) -> None:
+    def _counted(self, app: ASGIApp, known: set[str]) -> ASGIApp:
+        async def counting(scope: Scope, receive: Receive, send: Send) -> None:
+            async def sending(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     path = scope["path"] if scope["path"] in known else "other"
                     self.metrics.requests.labels(path, str(message["status"])).inc()
@@ -133,7 +139,7 @@ class Server:
         raw = await body(request, self._options.body)
         context = self.scheduler.limits.context
 
-        def answer() -> dict[str, Any]:
+        def answer() -> dict[str, object]:
             asked = parsed(parse_json(raw), self._vocabulary)
             self._info.check_model(asked.model)
             return asked.answer(self.tokens, self._manners, context if context < UNLIMITED else None)

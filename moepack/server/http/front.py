@@ -11,15 +11,21 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.server.errors import ApiError
 from moepack.server.options import Options
 
 from .guard import Guard, refusal
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from .app import Server
 
 LONGEST = 60  # the most seconds after which a refused client is asked to come back
 Report = Callable[[int, int], None]
@@ -45,7 +51,7 @@ class Progress:
             self._began = at
         self._now = done, total, at - self._began
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> JsonObject:
         """Return the progress for JSON; rate and time left are null until some bytes were read."""
         done, total, seconds = self._now
         rate = done / seconds if seconds > 0 else None
@@ -59,7 +65,7 @@ class Front:
     """The application of `moepack serve`: it loads on a thread of its own, and then passes requests on."""
 
     def __init__(
-        self, options: Options, load: Callable[[contextlib.ExitStack, Report], Any], ready: Callable[[], None]
+        self, options: Options, load: Callable[[contextlib.ExitStack, Report], Server], ready: Callable[[], None]
     ) -> None:
         """Set up.
 
@@ -72,7 +78,7 @@ class Front:
         self.error: BaseException | None = None  # why the load failed
         self.app = Guard(self._answer, options.keys, options.host)
         self._load, self._ready, self._held = load, ready, contextlib.ExitStack()
-        self._server: Any = None  # `Server`, once it is loaded
+        self._server: Server | None = None  # once it is loaded
         self._end: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="moepack-load", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,7 +87,7 @@ class Front:
         """Note the event loop. Call it there, before `begin`."""
         self._loop = asyncio.get_running_loop()
 
-    def begin(self, uvicorn: Any) -> None:
+    def begin(self, uvicorn: uvicorn.Server) -> None:
         """Load, now that the port is open. Where that fails, `uvicorn` ends, and `error` says why."""
 
         def end() -> None:
@@ -102,7 +108,7 @@ class Front:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self._loop.call_soon_threadsafe(after)
 
-    def _open(self, server: Any) -> None:
+    def _open(self, server: Server) -> None:
         if self.progress.stopping:  # `close` may have released the model
             return
         server.start()

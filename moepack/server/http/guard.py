@@ -93,7 +93,7 @@ def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 class Json(JSONResponse):
     """A JSON answer. Half a surrogate pair, which clients and models may escape in JSON, is sent as `?`."""
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         """Write the answer."""
         return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(errors="replace")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from moepack.server.errors import ApiError
 
@@ -22,7 +22,7 @@ def check_values(raw: bytes | bytearray) -> None:
         raise ApiError(400, f"the body has more than {COMMAS:,} values, or {NESTED:,} objects and lists")
 
 
-def parse_json(raw: bytes) -> dict[str, Any]:
+def parse_json(raw: bytes) -> dict[str, object]:
     """Parse a body as a JSON object. Any other body is an ApiError."""
     try:
         value = json.loads(raw.decode(), parse_constant=_no_constant, parse_float=_finite)

@@ -48,7 +48,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _present(cls, given: Any) -> Any:
+    def _present(cls, given: object) -> object:
         """Leave out nulls, and all undeclared fields but the first: one is enough to refuse an object of many."""
         if not isinstance(given, dict):
             return given
@@ -60,7 +60,7 @@ class Body(BaseModel):
         return present
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, object]:
         """Describe that every field that may be left out may be null."""
         made = handler(schema)
         whole = handler.resolve_ref_schema(made)
@@ -80,7 +80,7 @@ class OpenBody(Body):
 def by_type(absent: str) -> Discriminator:
     """Choose the tagged form of a union by the field `type`; without one it is the form `absent`."""
 
-    def _type(given: Any) -> str:
+    def _type(given: object) -> str:
         found = given.get("type") if isinstance(given, dict) else None
         return absent if found is None else str(found)[:64]
 

@@ -302,7 +302,7 @@ class AnswerMessage(AnyMessage):
     reasoning: Text | None = None
     # fields of our answers that clients send back
     refusal: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Annotated[list[object], Field(max_length=0)] | None = None
     audio: None = None
 
     @model_validator(mode="after")

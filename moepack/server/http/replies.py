@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.sampling import Scored
@@ -70,23 +70,25 @@ class Reply:
     def _setup(self) -> None:
         """Prepare what a subclass keeps."""
 
-    def event(self, value: dict[str, Any]) -> bytes:
+    def event(self, value: dict[str, object]) -> bytes:
         """Format one event of a stream."""
         return sse(value)
 
-    def failure(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, object]:
         """The event that ends a stream with an error."""
         return error.body()
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """The whole answer."""
         made = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
         return {**self._head, "choices": made, "usage": self._usage()}
 
-    async def chunks(self, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> AsyncIterator[list[dict[str, Any]]]:
+    async def chunks(
+        self, batches: AsyncIterator[list[tuple[int, JobEvent]]]
+    ) -> AsyncIterator[list[dict[str, object]]]:
         """Yield a stream's chunks as events arrive, in batches."""
         # a stream that ends with its usage has the field throughout
-        empty: dict[str, Any] = {"usage": None} if self._asked.usage else {}
+        empty: dict[str, object] = {"usage": None} if self._asked.usage else {}
         if begins := self._begins():
             if self._asked.continuous:
                 empty = {"usage": self._usage()}
@@ -104,7 +106,7 @@ class Reply:
         """Append an event of a whole answer."""
         self._pieces(index, self.choices[index], event)
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         """Count the tokens read and generated; a prompt counts once for all its answers."""
         read = sum(len(choice.prompt) for choice in self.choices[:: self._asked.count])
         cached = sum(choice.cached for choice in self.choices[:: self._asked.count])
@@ -114,20 +116,20 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": cached},
         }  # fmt: skip
 
-    def _begins(self) -> list[dict[str, Any]]:
+    def _begins(self) -> list[dict[str, object]]:
         """The choices of a stream's first chunks, before any event."""
         return []
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         """Format one choice of a whole answer."""
         raise NotImplementedError
 
-    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
+    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, object]]:
         """Append an event to a choice; return the choice's entries in the next chunks."""
         raise NotImplementedError
 
 
-def sse(value: dict[str, Any], name: str | None = None) -> bytes:
+def sse(value: dict[str, object], name: str | None = None) -> bytes:
     """Format one server-sent event, with a name of its own or without."""
     head = "" if name is None else f"event: {name}\n"
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
@@ -139,14 +141,14 @@ class ChatReply(Reply):
 
     prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> dict[str, object]:
         spent = sum(said.reasoning_tokens for said in self._said)
         return {**super()._usage(), "completion_tokens_details": {"reasoning_tokens": spent}}
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         said = self._said[index]
         content = said.content or (None if said.calls else "")
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
+        message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if said.calls:
@@ -154,10 +156,10 @@ class ChatReply(Reply):
         logprobs = self._logprobs(choice.scored)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": said.finish}
 
-    def _begins(self) -> list[dict[str, Any]]:
+    def _begins(self) -> list[dict[str, object]]:
         return [_chat_piece(index, {"role": "assistant", "content": ""}) for index in range(len(self.choices))]
 
-    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
+    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, object]]:
         _, scored = choice.hear(event)
         said = self._said[index]
         before = len(said.calls)
@@ -168,7 +170,7 @@ class ChatReply(Reply):
         out = [_chat_piece(index, delta, None, p) for delta, p in zip(deltas, logprobs, strict=False)]
         return [*out, _chat_piece(index, {}, said.finish)] if said.finish else out
 
-    def _deltas(self, said: Said, calls: int, parts: list[AnswerPart]) -> Iterator[dict[str, Any]]:
+    def _deltas(self, said: Said, calls: int, parts: list[AnswerPart]) -> Iterator[dict[str, object]]:
         """Yield the changes of a message by new parts, of which the first call is the one after `calls`."""
         for part in parts:
             if part.kind == "call":
@@ -179,25 +181,25 @@ class ChatReply(Reply):
             else:
                 yield {"content" if part.kind == "content" else "reasoning_content": part.text}
 
-    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[Scored]) -> dict[str, object] | None:
         if not self._wants_scores:
             return None
         tokens = self._tokens
 
-        def one(token: int, logprob: float | None) -> dict[str, Any]:
+        def one(token: int, logprob: float | None) -> dict[str, object]:
             return {"token": tokens.shown(token), "logprob": logprob, "bytes": list(tokens.raw(token))}
 
         content = [{**one(s.token, s.logprob), "top_logprobs": [one(*pair) for pair in s.top]} for s in scored]
         return {"content": content, "refusal": None}
 
 
-def _whole_call(call: str, name: str, arguments: str) -> dict[str, Any]:
+def _whole_call(call: str, name: str, arguments: str) -> dict[str, object]:
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _chat_piece(
-    index: int, delta: dict[str, Any], finish: str | None = None, logprobs: dict[str, Any] | None = None
-) -> dict[str, Any]:
+    index: int, delta: dict[str, object], finish: str | None = None, logprobs: dict[str, object] | None = None
+) -> dict[str, object]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
 
@@ -206,17 +208,17 @@ class CompletionReply(Reply):
 
     prefix, kinds = "cmpl", ("text_completion", "text_completion")
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         logprobs = self._logprobs(choice.scored)
         return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish}
 
-    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, Any]]:
+    def _pieces(self, index: int, choice: Choice, event: JobEvent) -> list[dict[str, object]]:
         start = len(choice.text)
         text, scored = choice.hear(event)
         logprobs = self._logprobs(scored, start)
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": event.finish}]
 
-    def _logprobs(self, scored: Sequence[Scored], start: int = 0) -> dict[str, Any] | None:
+    def _logprobs(self, scored: Sequence[Scored], start: int = 0) -> dict[str, object] | None:
         """Format log probabilities of tokens; `start` is where their text begins in the answer, in characters."""
         if not self._wants_scores:
             return None

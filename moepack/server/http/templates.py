@@ -12,7 +12,7 @@ from moepack.server.tools.forms import Manners
 from .parse import Dialogue
 
 
-def source(template: Any) -> str:
+def source(template: object) -> str:
     """Return the text of a tokenizer's chat template, or of all of several; "" without one."""
     return template if isinstance(template, str) else json.dumps(template, ensure_ascii=False) if template else ""
 
@@ -41,10 +41,10 @@ def render(tokens: Tokens, manners: Manners, asked: Dialogue) -> tuple[str, list
     return str(text), tokens.encode(str(text), asked.special, "messages")
 
 
-def _thought(asked: Dialogue, template: str) -> dict[str, Any]:
+def _thought(asked: Dialogue, template: str) -> dict[str, object]:
     """Return the template's own arguments for whether and how much to reason."""
     switch = "enable_thinking" if "enable_thinking" in template else "thinking"  # as Qwen and GLM, and as DeepSeek
-    found = {} if asked.thinks is None else {switch: asked.thinks}
+    found: dict[str, object] = {} if asked.thinks is None else {switch: asked.thinks}
     if asked.effort is None:
         return found
     if "reasoning_effort" in template:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -32,7 +32,7 @@ def _of_object(given: Object) -> Object:
     return schema
 
 
-def as_object(arguments: Any) -> Object:
+def as_object(arguments: object) -> Object:
     """Read a call's arguments, which clients send as JSON or as an object. Raises ApiError or ValueError."""
     if isinstance(arguments, str):
         raw = (arguments or "{}").encode(errors="replace")

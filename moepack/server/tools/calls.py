@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from .lark import Lark
 from .parts import MOST_CALLS, StateReader, Tools
@@ -42,7 +41,7 @@ class Marked:
         mark = opens or self.open
         return f"{lark.text(mark)} {calls}" if tools.required else lark.text_or(mark, calls)
 
-    def call(self, lark: Lark, name: str, schema: dict[str, Any]) -> str:
+    def call(self, lark: Lark, name: str, schema: dict[str, object]) -> str:
         """Return a rule of a call without its opening mark."""
         raise NotImplementedError
 

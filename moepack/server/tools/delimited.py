@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from .calls import Marked, MarkedReader
 from .lark import Lark
@@ -24,7 +23,7 @@ class Delimited(Marked):
         """Make a reader of one answer."""
         return _Reader(self)
 
-    def call(self, lark: Lark, name: str, schema: dict[str, Any]) -> str:
+    def call(self, lark: Lark, name: str, schema: dict[str, object]) -> str:
         """Return a rule of a call without its opening mark."""
         return lark.rule(f"{self._before(lark, name)} {lark.json(schema)} {lark.text(self.after)}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from . import thinking
 from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI
@@ -81,7 +81,7 @@ class Manners:
         answer = self.form.answer(lark, tools)
         return self._behind_thought(lark, answer, prompt) if self._thinks else lark.grammar(answer)
 
-    def json_grammar(self, schema: dict[str, Any], prompt: str) -> str | None:
+    def json_grammar(self, schema: dict[str, object], prompt: str) -> str | None:
         """Write the grammar of an answer in JSON by a schema, behind what the model writes first; None if nothing."""
         lark = Lark(self._tokens)
         if self.form is HARMONY:

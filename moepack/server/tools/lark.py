@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 # Between fields as Python's json writes them, which models have read most; no other space, or a weak model writes line
 # breaks without end. A request's own "x-guidance" is replaced: it could loosen the schema.
 BREAK = r"\n"
-STYLE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STYLE: dict[str, object] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Lark:
@@ -35,7 +34,7 @@ class Lark:
         both = [x for pair in zip(pieces, [*tokens, None], strict=True) for x in pair]
         return " ".join(x for x in both if x)
 
-    def json(self, schema: dict[str, Any]) -> str:
+    def json(self, schema: dict[str, object]) -> str:
         """Return a rule of JSON that keeps to a schema."""
         return self.rule("%json " + json.dumps({**schema, "x-guidance": STYLE}, ensure_ascii=False))
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 MOST_CALLS = 8  # of one answer whose grammar allows several: a weak model would never end them
-Functions = Mapping[str, dict[str, Any]]  # name -> JSON schema of the arguments, an object
+Schema = dict[str, Any]  # a JSON schema, an object
+Functions = Mapping[str, Schema]  # name -> JSON schema of the arguments
 
 
 @dataclass(frozen=True, slots=True)

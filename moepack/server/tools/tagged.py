@@ -14,7 +14,7 @@ from typing import Any
 
 from .calls import Marked, MarkedReader
 from .lark import Lark
-from .parts import AnswerReader, Functions, cut
+from .parts import AnswerReader, Functions, Schema, cut
 
 MOST_LETTERS = 1 << 16  # of a string's own bounds: a grammar counts up to them
 
@@ -31,11 +31,11 @@ class Tagged(Marked):
         """Make a reader of one answer."""
         return _Reader(self, functions)
 
-    def call(self, lark: Lark, name: str, schema: dict[str, Any]) -> str:
+    def call(self, lark: Lark, name: str, schema: Schema) -> str:
         """Return a rule of a call without its opening mark."""
         needed = set(schema.get("required", ()))
         body = [lark.text(self.before.replace("NAME", name).removeprefix(self.open))]
-        shared: dict[str, Any] = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        shared: Schema = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         for key, one in schema.get("properties", {}).items():
             value = {**(one if isinstance(one, dict) else {}), **shared}
             text = _texts(value) if "IS_TEXT" in self.argument[0] else None
@@ -45,13 +45,13 @@ class Tagged(Marked):
             body.append(f"{lark.text(self.empty)}?")
         return lark.rule(" ".join([*body, lark.text(self.after)]))
 
-    def _argument(self, lark: Lark, key: str, schema: dict[str, Any]) -> str:
+    def _argument(self, lark: Lark, key: str, schema: Schema) -> str:
         """Return a rule of an argument."""
         opens, closes = self.argument
         opens = opens.replace("IS_TEXT", json.dumps(is_text(schema))).replace("KEY", key)
         return lark.rule(f"{lark.text(opens)} {self._value(lark, closes, schema)}")
 
-    def _value(self, lark: Lark, closes: str, schema: dict[str, Any]) -> str:
+    def _value(self, lark: Lark, closes: str, schema: Schema) -> str:
         """Return what matches a value and the tag behind it."""
         if not is_text(schema):
             return f"{lark.json(schema)} {lark.text(closes)}"
@@ -64,7 +64,7 @@ class Tagged(Marked):
         return lark.through(closes, least, schema.get("maxLength"))
 
 
-def is_text(schema: Any) -> bool:
+def is_text(schema: object) -> bool:
     """Whether a value by this schema is a string and nothing else."""
     if not isinstance(schema, dict):
         return False
@@ -73,7 +73,7 @@ def is_text(schema: Any) -> bool:
     return schema.get("type") == "string"
 
 
-def _texts(schema: dict[str, Any]) -> dict[str, Any] | None:
+def _texts(schema: Schema) -> Schema | None:
     """The schema of strings, of one that allows them among others; None if it allows none, or no others."""
     if isinstance(types := schema.get("type"), list) and "string" in types and _values(schema) is None:
         return {**schema, "type": "string"}
@@ -81,7 +81,7 @@ def _texts(schema: dict[str, Any]) -> dict[str, Any] | None:
     return next((one for one in choices if is_text(one)), None) if isinstance(choices, list) else None
 
 
-def _values(schema: dict[str, Any]) -> list[Any] | None:
+def _values(schema: Schema) -> list[Any] | None:
     """The only values that a schema allows; None if it names none."""
     found = schema.get("enum", [schema["const"]] if "const" in schema else None)
     return found if isinstance(found, list) else None
@@ -92,7 +92,7 @@ class _Reader(MarkedReader):
         super().__init__(form)
         self._form = form
         self._functions = functions
-        self._properties: dict[str, Any] = {}
+        self._properties: Schema = {}
         self._seen: set[str] = set()
 
     def begin(self, head: re.Match[str]) -> Callable[[], bool]:
@@ -139,7 +139,7 @@ class _Reader(MarkedReader):
         return False
 
 
-def _read(text: str, schema: Any) -> str:
+def _read(text: str, schema: object) -> str:
     """Return an argument's text as JSON: itself if it is JSON of a type that the schema allows, else a string."""
     if not is_text(schema):
         try:
@@ -152,7 +152,7 @@ def _read(text: str, schema: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any) -> set[str]:
+def _types(schema: object) -> set[str]:
     """The types that a schema allows, also as choices; none if it does not say."""
     if not isinstance(schema, dict):
         return set()
@@ -174,7 +174,7 @@ _NAMES = {
 }
 
 # What a tag says of its value, as a schema: it is more certain than the function's own.
-_TOLD: dict[str | None, dict[str, Any]] = {"true": {"type": "string"}, "false": {}}
+_TOLD: dict[str | None, Schema] = {"true": {"type": "string"}, "false": {}}
 
 
 _CALL = "<tool_call>"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from moepack.pack.manifest.strict_json import JsonObject
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.http.replies import Reply, sse
 from moepack.server.tools.parts import AnswerPart
@@ -36,7 +36,7 @@ class ItemReply(Reply):
         self._id = f"{self.prefix}_{secrets.token_hex(16)}"
         self._stop: str | None = None  # the stop string that ended the answer
 
-    def event(self, value: dict[str, Any]) -> bytes:
+    def event(self, value: JsonObject) -> bytes:
         """Format one event of a stream, under the name that it has inside too."""
         return sse(value, value["type"])
 
@@ -45,7 +45,9 @@ class ItemReply(Reply):
         for _ in self._events(event):
             pass
 
-    async def chunks(self, batches: AsyncIterator[list[tuple[int, JobEvent]]]) -> AsyncIterator[list[dict[str, Any]]]:
+    async def chunks(
+        self, batches: AsyncIterator[list[tuple[int, JobEvent]]]
+    ) -> AsyncIterator[list[dict[str, object]]]:
         """Yield a stream's events as the job's events arrive."""
         yield [*self._first()]
         async for batch in batches:
@@ -63,7 +65,7 @@ class ItemReply(Reply):
         """Tokens of the answer."""
         return self.choices[0].generated
 
-    def _events(self, event: JobEvent) -> Iterator[dict[str, Any]]:
+    def _events(self, event: JobEvent) -> Iterator[dict[str, object]]:
         """Append an event to the items; yield what a stream says of it."""
         self.choices[0].hear(event)
         self._stop = event.stop
@@ -75,7 +77,7 @@ class ItemReply(Reply):
             self._ended = True
             yield from self._close()
 
-    def _take(self, part: AnswerPart) -> Iterator[dict[str, Any]]:
+    def _take(self, part: AnswerPart) -> Iterator[dict[str, object]]:
         begins = part.kind == "call" or not self._open
         kind = "call" if part.kind == "arguments" else part.kind
         if begins or self._items[-1].kind != kind:
@@ -90,29 +92,29 @@ class ItemReply(Reply):
             self._items[-1].text += part.text
             yield self._more(self._items[-1], part.text)
 
-    def _close(self) -> Iterator[dict[str, Any]]:
+    def _close(self) -> Iterator[dict[str, object]]:
         if self._open:
             self._open = False
             yield from self._end(self._items[-1])
 
     # --- what an interface says
 
-    def _first(self) -> Iterator[dict[str, Any]]:
+    def _first(self) -> Iterator[dict[str, object]]:
         """Yield the events that begin a stream."""
         raise NotImplementedError
 
-    def _begin(self, item: Item) -> Iterator[dict[str, Any]]:
+    def _begin(self, item: Item) -> Iterator[dict[str, object]]:
         """Yield the events that begin an item."""
         raise NotImplementedError
 
-    def _more(self, item: Item, text: str) -> dict[str, Any]:
+    def _more(self, item: Item, text: str) -> dict[str, object]:
         """Return the event of more text of an item."""
         raise NotImplementedError
 
-    def _end(self, item: Item) -> Iterator[dict[str, Any]]:
+    def _end(self, item: Item) -> Iterator[dict[str, object]]:
         """Yield the events that end an item."""
         raise NotImplementedError
 
-    def _last(self) -> Iterator[dict[str, Any]]:
+    def _last(self) -> Iterator[dict[str, object]]:
         """Yield the events that end a stream."""
         raise NotImplementedError

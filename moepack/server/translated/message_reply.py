@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from moepack.server.errors import ApiError
 from moepack.server.http.toolbox import as_object
@@ -18,11 +17,11 @@ class MessageReply(ItemReply):
 
     prefix = "msg"
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """The message."""
         return self._message([self._block(item, item.text) for item in self._items], self._reason())
 
-    def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+    def _message(self, content: list[dict[str, object]], reason: str | None) -> dict[str, object]:
         return {
             "id": self._id, "type": "message", "role": "assistant", "model": self._head["model"], "content": content,
             "stop_reason": reason, "stop_sequence": self._stop, "stop_details": None, "container": None,
@@ -37,7 +36,7 @@ class MessageReply(ItemReply):
             return "model_context_window_exceeded"
         return REASONS.get(finish, "end_turn" if self._stop is None else "stop_sequence")
 
-    def _spent(self) -> dict[str, Any]:
+    def _spent(self) -> dict[str, object]:
         thought, cached = self._said[0].reasoning_tokens, self.choices[0].cached
         return {  # as Anthropic counts, input_tokens are those that were read
             "input_tokens": self._read - cached, "output_tokens": self._made,
@@ -45,7 +44,7 @@ class MessageReply(ItemReply):
             "cache_creation_input_tokens": None, "cache_read_input_tokens": cached, "server_tool_use": None,
         }  # fmt: skip
 
-    def _block(self, item: Item, text: str) -> dict[str, Any]:
+    def _block(self, item: Item, text: str) -> dict[str, object]:
         if item.kind == "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
         if item.kind == "content":
@@ -59,26 +58,26 @@ class MessageReply(ItemReply):
 
     # --- a stream
 
-    def _first(self) -> Iterator[dict[str, Any]]:
+    def _first(self) -> Iterator[dict[str, object]]:
         yield {"type": "message_start", "message": self._message([], None)}
         yield {"type": "ping"}
 
-    def _begin(self, item: Item) -> Iterator[dict[str, Any]]:
+    def _begin(self, item: Item) -> Iterator[dict[str, object]]:
         yield {"type": "content_block_start", "index": item.index, "content_block": self._block(item, "")}
 
-    def _more(self, item: Item, text: str) -> dict[str, Any]:
+    def _more(self, item: Item, text: str) -> dict[str, object]:
         kinds = {"reasoning": ("thinking_delta", "thinking"), "content": ("text_delta", "text")}
         kind, name = kinds.get(item.kind, ("input_json_delta", "partial_json"))
         return {"type": "content_block_delta", "index": item.index, "delta": {"type": kind, name: text}}
 
-    def _end(self, item: Item) -> Iterator[dict[str, Any]]:
+    def _end(self, item: Item) -> Iterator[dict[str, object]]:
         yield {"type": "content_block_stop", "index": item.index}
 
-    def _last(self) -> Iterator[dict[str, Any]]:
+    def _last(self) -> Iterator[dict[str, object]]:
         reason = {"stop_reason": self._reason(), "stop_sequence": self._stop, "stop_details": None, "container": None}
         yield {"type": "message_delta", "delta": reason, "usage": self._spent()}
         yield {"type": "message_stop"}
 
-    def failure(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, object]:
         """The event that ends a stream with an error."""
         return error.anthropic()

@@ -29,7 +29,7 @@ class TextBlock(Cached):
 
     type: Literal["text"]
     text: Text
-    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+    citations: Annotated[list[object], Field(max_length=0)] | None = None
 
 
 class ThinkingBlock(Cached):
@@ -47,7 +47,7 @@ class ToolUse(Cached):
     id: Text
     name: Text
     input: Arguments
-    caller: Any = None  # of our answers, which clients send back
+    caller: object = None  # of our answers, which clients send back
 
 
 Texts = Text | List[TextBlock]

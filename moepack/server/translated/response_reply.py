@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
 
 from moepack.server.errors import ApiError
 
@@ -19,7 +18,7 @@ class ResponseReply(ItemReply):
 
     prefix = "resp"
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """The response object, as far as it is made."""
         asked, said, sampling = self._asked, self._said[0], self._asked.sampling
         assert isinstance(asked, ResponsesRequest)
@@ -41,7 +40,7 @@ class ResponseReply(ItemReply):
             "truncation": "disabled",
         }  # fmt: skip
 
-    def _item(self, item: Item) -> dict[str, Any]:
+    def _item(self, item: Item) -> dict[str, object]:
         """Format an item; one that is open has no text yet."""
         finish, is_open = self._said[0].finish, self._open and item is self._items[-1]
         cut = finish == "length" and self._ended and item is self._items[-1]
@@ -55,34 +54,34 @@ class ResponseReply(ItemReply):
             return {**head, "type": "reasoning", "summary": [], "content": content}
         return {**head, "type": "message", "role": "assistant", "content": content}
 
-    def _part(self, item: Item, text: str) -> dict[str, Any]:
+    def _part(self, item: Item, text: str) -> dict[str, object]:
         if item.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     # --- a stream
 
-    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _event(self, kind: str, **more: object) -> dict[str, object]:
         self._count = getattr(self, "_count", -1) + 1
         return {"type": f"response.{kind}", "sequence_number": self._count, **more}
 
-    def _first(self) -> Iterator[dict[str, Any]]:
+    def _first(self) -> Iterator[dict[str, object]]:
         yield self._event("created", response=self.whole())
         yield self._event("in_progress", response=self.whole())
 
-    def _begin(self, item: Item) -> Iterator[dict[str, Any]]:
+    def _begin(self, item: Item) -> Iterator[dict[str, object]]:
         yield self._event("output_item.added", output_index=item.index, item=self._item(item))
         if item.kind != "call":
             yield self._event("content_part.added", **self._at(item), content_index=0, part=self._part(item, ""))
 
-    def _more(self, item: Item, text: str) -> dict[str, Any]:
+    def _more(self, item: Item, text: str) -> dict[str, object]:
         if item.kind == "call":
             return self._event("function_call_arguments.delta", **self._at(item), delta=text)
         if item.kind == "reasoning":
             return self._event("reasoning_text.delta", **self._at(item), content_index=0, delta=text)
         return self._event("output_text.delta", **self._at(item), content_index=0, delta=text, logprobs=[])
 
-    def _end(self, item: Item) -> Iterator[dict[str, Any]]:
+    def _end(self, item: Item) -> Iterator[dict[str, object]]:
         at, text = self._at(item), item.text
         if item.kind == "call":
             yield self._event("function_call_arguments.done", **at, name=item.name, arguments=text)
@@ -95,14 +94,14 @@ class ResponseReply(ItemReply):
             yield self._event("content_part.done", **at, part=self._part(item, text))
         yield self._event("output_item.done", output_index=item.index, item=self._item(item))
 
-    def _last(self) -> Iterator[dict[str, Any]]:
+    def _last(self) -> Iterator[dict[str, object]]:
         made = self.whole()
         yield self._event("incomplete" if made["status"] == "incomplete" else "completed", response=made)
 
-    def _at(self, item: Item) -> dict[str, Any]:
+    def _at(self, item: Item) -> dict[str, object]:
         return {"item_id": f"{_IDS[item.kind]}_{item.id}", "output_index": item.index}
 
-    def failure(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, object]:
         """The event that ends a stream with an error."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         made = {**self.whole(), "status": "failed", "error": {"code": code, "message": error.message}}

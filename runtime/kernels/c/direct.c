@@ -3,8 +3,6 @@
  * Sums are made in a fixed order, and for BF16 activations times codes in integers. So neither the number of threads
  * nor other experts change a result's bits. product.c chooses the loops, threads.c runs the threads.
  */
-#include <time.h>
-
 #include "gemm.h"
 
 static const Loops *loops_of(const Gemm *m, const Form *f) {
@@ -15,62 +13,6 @@ static void prepare(const Gemm *m, int64_t activation, Prepared *p) {
     const uint8_t *x = (const uint8_t *)m->x + activation * m->cols * (m->x_bf16 ? 2 : 4);
     (m->x_bf16 ? moepack_fixed : moepack_floats)->prepare(m, x, p);
     if (p->scaled) moepack_fp8[m->x_bf16]->prepare(m, x, p);
-}
-
-/* ---- matrices that are decoded when they are needed
- *
- * A thread decodes the rows of a task and multiplies by them while they are in the core's second-level cache, so that
- * they are not read from memory. Tasks are small, because all threads wait for the last one. */
-#define CHUNK 32768 /* weights of a task: 64 KiB */
-#define DECODED 64   /* codec tiles that a thread takes at a time when matrices are decoded before products */
-
-static int64_t nanoseconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000000000ll + t.tv_nsec;
-}
-
-static void decode_part(const Gemm *m, const Job *job, int64_t first, int64_t last) {
-    long long none = 0;
-    const int64_t began = nanoseconds(), bad = m->decode(job->coded, first, last);
-    if (bad && atomic_compare_exchange_strong(m->report, &none, job->expert + 1)) atomic_store(m->report + 1, bad);
-    atomic_fetch_add_explicit(m->report + 2, nanoseconds() - began, memory_order_relaxed);
-}
-
-typedef struct {
-    const Gemm *m;
-    Job *jobs;
-    int64_t n, tiles;
-    atomic_llong next;
-} Decoding;
-
-static void decode_some(void *argument) {
-    Decoding *run = argument;
-    const int64_t parts = ceil_div(run->tiles, DECODED);
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < parts * run->n)
-        if (run->jobs[i / parts].coded)
-            decode_part(run->m, run->jobs + i / parts, i % parts * DECODED, least((i % parts + 1) * DECODED, run->tiles));
-}
-
-/* Decode the jobs that have more than `most` slots at once. Returns 0; 1 when memory is short; -1 for a bad matrix. */
-int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most) {
-    if (!m->coded) return 0;
-    Decoding run = {.m = m, .jobs = malloc((size_t)(n + 1) * sizeof(Job)), .tiles = ceil_div(m->rows * m->cols, m->tile)};
-    if (!run.jobs) return 1;
-    for (int64_t j = 0; j < n; j++)
-        if (jobs[j].coded && jobs[j].count > most) run.jobs[run.n++] = jobs[j], jobs[j].coded = 0;
-    atomic_init(&run.next, 0);
-    if (run.n) moepack_parallel(decode_some, &run, (int)m->threads);
-    free(run.jobs);
-    return atomic_load(m->report) ? -1 : 0;
-}
-
-/* The rows of a task, such that they end where a codec tile ends. */
-static int64_t coded_step(const Gemm *m) {
-    int64_t step = BLOCK;
-    while (step < m->rows && step * m->cols % m->tile) step += BLOCK;
-    return step * (step * m->cols < CHUNK ? CHUNK / (step * m->cols) : 1);
 }
 
 /* ---- one product */
@@ -103,7 +45,6 @@ static void run_tasks(void *argument) {
     while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n_tasks) {
         const Task *task = run->tasks + i;
         const Job *job = run->jobs + task->job;
-        if (job->coded) decode_part(m, job, task->from * m->cols / m->tile, ceil_div(task->to * m->cols, m->tile));
         for (int64_t row = task->from, end; row < task->to; row = end) {
             end = least(row + UNIT, task->to);
             loops_of(m, job->form)->rows(m, job, row, end, run->of_slot + job->first, run->order + job->first, job->count);
@@ -171,7 +112,7 @@ typedef struct {
 #define OWN ((size_t)512 << 10)
 #define MOST ((size_t)24 << 20)
 
-static int64_t tasks_of(const Gemm *m, int64_t rows) { return ceil_div(rows, m->coded ? BLOCK : UNIT); } /* at most */
+static int64_t tasks_of(int64_t rows) { return ceil_div(rows, UNIT); } /* at most */
 
 static Room room_of(const Gemm *m, int64_t slots, int64_t n, int64_t tasks, int needs) {
     Room r = {.most = least(slots, ceil_div(m->slots, m->share))};
@@ -231,7 +172,7 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
         const int64_t most = least(fit / TOGETHER * TOGETHER, even);
         for (int64_t done = 0; done < jobs[j].count; done += most) {
             const int64_t here = least(most, jobs[j].count - done);
-            batches[run.n] = jobs[j], batches[run.n].first += done, batches[run.n].coded = 0, batches[run.n++].count = here;
+            batches[run.n] = jobs[j], batches[run.n].first += done, batches[run.n++].count = here;
         }
     }
     atomic_init(&run.next, 0);
@@ -240,7 +181,6 @@ static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slo
 }
 
 #define ALONE 65536 /* products that one thread computes in the time that waking another takes */
-#define DECODING 16 /* products that one thread computes in the time that decoding a weight takes */
 
 /* Run jobs straight from their bytes, in rounds of the expert batches that fit. An expert is divided into several
  * batches only if it has more slots than fit a round. */
@@ -248,12 +188,10 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
                           Arena *arena) {
     int all = 0;
     int64_t most_tasks = 0;
-    for (int64_t j = 0; j < n; j++) all |= needs_of(m, jobs[j].form, jobs[j].count), most_tasks += tasks_of(m, jobs[j].rows);
+    for (int64_t j = 0; j < n; j++) all |= needs_of(m, jobs[j].form, jobs[j].count), most_tasks += tasks_of(jobs[j].rows);
     const Room room = room_of(m, slots, n, most_tasks, all);
     if (grow(arena, room.all)) return 1;
     if (room.own) {
-        const int failed = moepack_decode_now(m, jobs, n, 0);
-        if (failed) return failed;
         alone_product(m, jobs, n, slots, order, &room, arena->at);
         return 0;
     }
@@ -290,7 +228,7 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
                 of_slot[i] = prepared + seat[which] - 1;
             }
             batches[n_batches] = *job, batches[n_batches].first += done, batches[n_batches++].count = fit;
-            cost += ceil_div(job->rows, UNIT) * fit, weights += job->rows * m->cols * (fit + (job->coded ? DECODING : 0));
+            cost += ceil_div(job->rows, UNIT) * fit, weights += job->rows * m->cols * fit;
             done += fit;
             if (fit < rest) break;
         }
@@ -303,8 +241,7 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
         const int64_t share = cost / (m->threads * 8) + 1; /* work of one task, so that threads end together */
         for (int64_t p = 0; p < n_batches; p++) {
             const int64_t rows = batches[p].rows;
-            int64_t step = m->threads < 2 ? rows : UNIT * (share / batches[p].count + 1);
-            if (batches[p].coded) step = coded_step(m);
+            const int64_t step = m->threads < 2 ? rows : UNIT * (share / batches[p].count + 1);
             for (int64_t row = 0; row < rows; row += step) tasks[n_tasks++] = (Task){p, row, least(row + step, rows)};
         }
         Run run = {.m = m, .jobs = batches, .tasks = tasks, .order = order, .source = source, .prepared = prepared};

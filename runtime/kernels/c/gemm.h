@@ -75,12 +75,6 @@ typedef struct {
     const uint64_t *handles;
     const Form *forms;
     const int64_t *limits; /* by version: an expert with more slots runs in tiles, or is skipped without `tiles` */
-    /* BF16 matrices to decode into their place first: by expert, the argument for `decode`, or 0; a null pointer for
-     * none. `decode` decodes whole codec tiles [first, last) of `tile` weights each, and returns 0 or an error. */
-    const void *const *coded;
-    int64_t (*decode)(const void *, int64_t, int64_t);
-    int64_t tile;
-    atomic_llong *report; /* 1 + the first bad expert, its error, nanoseconds that threads spent decoding */
 } Gemm;
 
 /* One matrix's part of a product: `count` slots, those at `order[first]` and after. */
@@ -90,8 +84,6 @@ typedef struct {
     const uint16_t *bias; /* or 0 */
     void *out;            /* [slots, rows] */
     int64_t rows, first, count;
-    const void *coded; /* the coded matrix; 0 where it is decoded already */
-    int64_t expert;
 } Job;
 
 /* Weights of rows [from, to) of one matrix of an affine version, transposed: out[c * ld + row - from]. `from` is a multiple
@@ -245,10 +237,7 @@ extern Unpacking *moepack_unpacking;
  * Rapids BF16, 8 and 4 bits with AVX2 take 0.79, 0.73 and 0.71 times as long with hints; on a Zen 4 1.1 to 1.2 times. */
 extern int moepack_hints;
 
-/* Decode the jobs that have more than `most` slots at once. Returns 0; 1 when memory is short; -1 for a bad matrix. */
-int moepack_decode_now(const Gemm *m, Job *jobs, int64_t n, int64_t most);
-
-/* Run jobs straight from their bytes. `seat`: a zero for each activation. Returns as moepack_decode_now does. */
+/* Run jobs straight from their bytes. `seat`: a zero for each activation. Returns 0; 1 when memory is short. */
 int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, const int64_t *order, int64_t *seat,
                            Arena *arena);
 

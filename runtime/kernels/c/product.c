@@ -48,17 +48,13 @@ static void arena_after_fork(void) { /* in a child process: another thread of th
 
 __attribute__((constructor)) static void arena_at_fork(void) { pthread_atfork(0, 0, arena_after_fork); }
 
-#define FUSED 16 /* an expert with more slots is decoded beforehand, by all threads */
-
 /* Runs n jobs of `slots` slots in all from their bytes, `many` in tiles. `seat`: a zero for each activation. */
 static int run_jobs(const Gemm *m, Job *jobs, int64_t n, Job *late, int64_t many, int64_t slots, const int64_t *order,
                     int64_t *seat) {
     Arena own = {0, 0}, *arena = &own;
     int failed = 0, mine = !pthread_mutex_trylock(&arena_lock);
     if (mine) arena = &kept;
-    if (m->coded) failed = moepack_decode_now(m, jobs, n, FUSED);
-    if (m->coded && many && !failed) failed = moepack_decode_now(m, late, many, 0);
-    if (n && !failed) failed = moepack_direct_product(m, jobs, n, slots, order, seat, arena);
+    if (n) failed = moepack_direct_product(m, jobs, n, slots, order, seat, arena);
     if (many && !failed) failed = moepack_tiles_product(m, late, many, order, arena);
     if (mine)
         pthread_mutex_unlock(&arena_lock);
@@ -67,8 +63,7 @@ static int run_jobs(const Gemm *m, Job *jobs, int64_t n, Job *late, int64_t many
     return failed;
 }
 
-/* Returns 0; 1 when memory is short; -1 when a coded matrix was bad (see `report`); or, having done nothing, 2 + the
- * number of a version without kernels. */
+/* Returns 0; 1 when memory is short; or, having done nothing, 2 + the number of a version without kernels. */
 int moepack_affine_product(const Gemm *m) {
     int64_t activations = ceil_div(m->slots, m->share);
     int64_t *count = calloc((size_t)(m->experts + 1 + m->slots + activations), sizeof(int64_t));
@@ -92,7 +87,7 @@ int moepack_affine_product(const Gemm *m) {
         const uint8_t *base = (const uint8_t *)(m->handles[e] & ~(uint64_t)63);
         const Form *form = m->forms + version;
         const uint16_t *bias = form->bias < 0 ? 0 : (const uint16_t *)(base + form->bias);
-        jobs[many ? --late : n++] = (Job){base, form, bias, m->out, m->rows, at, here, m->coded ? m->coded[e] : 0, e};
+        jobs[many ? --late : n++] = (Job){base, form, bias, m->out, m->rows, at, here};
         count[e] = at;
         at += here;
     }
@@ -106,7 +101,7 @@ int moepack_affine_product(const Gemm *m) {
     }
     failed = run_jobs(m, jobs, n, jobs + late, m->experts + 1 - late, at, order, seat);
     free(count), free(jobs);
-    return failed ? failed : m->coded && atomic_load(m->report) ? -1 : 0;
+    return failed;
 }
 
 /* The most bytes that products of these sizes keep between calls, for any versions, limits and instruction set. Only

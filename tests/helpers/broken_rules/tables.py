@@ -24,12 +24,6 @@ def named(key: str, value: str | None) -> Do:
     return lambda v: v.tables(lambda a, m: m.pop(key) if value is None else m.update({key: value}))
 
 
-def without_errors(arrays: Any, layers: tuple[int, ...]) -> None:
-    for index in layers:
-        for name in ERRORS:
-            arrays.pop(f"layers.{index}.{name}")
-
-
 def without_w1(arrays: Any, metadata: Any) -> None:
     metadata.update(versions="bf16,w8,w4,w3,w2")
     arrays.update({k: x[:, :5] for k, x in arrays.items() if x.shape == (3, 6)})
@@ -59,10 +53,6 @@ TABLE_EDITS |= {
     "float64": (table("layers.1.mse", lambda a: a.astype(np.float64)), "tables"),
     "errors of another shape": (table("layers.1.gated_error", lambda a: a[:, :4]), "tables"),
     "errors in float64": (table("layers.4.relative_error", lambda a: a.astype(np.float64)), "tables"),
-    "errors of one layer alone": (lambda v: v.tables(lambda a, m: without_errors(a, (4,))), "tables"),
-    "one of three errors": (
-        lambda v: v.tables(lambda a, m: [a.pop(f"layers.{i}.{k}") for i in (1, 4) for k in ERRORS[:2]]), "tables"
-    ),
     "a method without a name": (table("layers.1.method", one(2)), "tables"),
     "experts": (table("layers.1.tokens", lambda a: a[:2]), "tables"),
     "a column less": (table("layers.1.mse", lambda a: a[:, :4]), "tables"),

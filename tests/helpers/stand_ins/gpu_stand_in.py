@@ -27,10 +27,8 @@ from moepack.runtime.devices import cuda, torch_cuda
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.kernels import affine_triton, exponent_triton
-from moepack.runtime.residency import manager
 from moepack.runtime.store.cudart import Cudart
 
-RATES = (float("inf"), 2e9, 1e9)
 PLAIN = Version.of("bf16").kernel
 
 
@@ -63,29 +61,22 @@ def install(
     monkeypatch.setattr(cuda, "TorchGpu", lambda device: made.gpu)
     monkeypatch.setattr(torch_cuda, "TorchGpu", lambda device: made.gpu)
     monkeypatch.setattr(cuda, "Cudart", lambda index: Cudart(0, made.cudart))
-    monkeypatch.setattr(manager, "gpu_rates", lambda *args: RATES)
     kernels(monkeypatch)
     _decodes(made, monkeypatch)
     if not computes:
         monkeypatch.setattr(affine_triton, "dense", lambda matrix, form, extent, x, out: out.zero_())
     for name in ("product", "switched"):
         monkeypatch.setattr(gpu_module, name, _watched(made, getattr(gpu_module, name), computes))
-    for name in ("route_few", "summed", "second_words", "in_pages"):
+    for name in ("route_few", "summed"):
         monkeypatch.setattr(gpu_module, name, _in_turn(made, getattr(gpu_module, name)))
     return made
 
 
 def _in_turn(made: StandIn, real: Any) -> Any:
-    """A launch that threads make in turn, because Triton's interpreter serves one; pages' words must be there."""
+    """A launch that threads make in turn, because Triton's interpreter serves one."""
 
     def launch(table: Any, index: Any, *more: Any, **given: Any) -> Any:
         with made.gpu.lock:
-            if real.__name__ == "in_pages":
-                with _disable_current_modes():
-                    here = index.reshape(-1)
-                    if (table[here[here < len(table)].long()] < 64).any():
-                        made.gpu.wrong.append("read where nothing is")
-                        raise RuntimeError("an illegal memory access was encountered")
             return real(table, index, *more, **given)
 
     return launch

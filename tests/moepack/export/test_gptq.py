@@ -70,43 +70,19 @@ def test_our_own_reader_reads_our_values(bits: int, zeros: str, of_zeros: Made, 
     assert made.versions == {f"w{bits}": 32} and made.dense == ("w8",)
 
 
-def test_three_bits_in_planes(of_zeros: Made, tmp_path: Path) -> None:
-    """32 codes are two words of low bits and one of high bits; other widths are packed as in `gptq_v2`."""
-    bundle = open_bundle(of_zeros("integer"))
-    for bits, form in (("3", "gptq_p"), ("4", "gptq_p"), ("4", "gptq")):
-        export(bundle.path, tmp_path / (form + bits), form, Wanted(bits))
-    config = json.loads((tmp_path / "gptq_p3" / "config.json").read_text())["quantization_config"]
-    assert config["checkpoint_format"] == config["format"] == "gptq_p"
-    stored = [load_file(tmp_path / name / "model.safetensors") for name in ("gptq_p3", "gptq_p4", "gptq4")]
-    assert all(torch.equal(stored[1][n], t) for n, t in stored[2].items())
-    layer = bundle.layers[1]
-    own = bundle.expert("w3", layer.index, 5).decode()[1]
-    module = f"{layer.module}.5.down_proj"
-    zeros = torch.from_numpy(own.zero >> 5).T
-    for name, codes in (("qweight", torch.from_numpy(own.codes).T), ("qzeros", zeros.T)):
-        words = stored[0][f"{module}.{name}"]
-        words = (words if name == "qweight" else words.T).long() & 0xFFFFFFFF
-        for i, n in ((0, 0), (17, 3), (31, 1), (32, 2), (63, 0)):
-            n %= words.shape[1]
-            low, high = words[i // 32 * 3 + i % 32 // 16, n], words[i // 32 * 3 + 2, n]
-            got = (low >> 2 * (i % 16) & 3) | (high >> i % 32 & 1) << 2
-            assert got == codes[i, n], (name, i, n)
-
-
 def _only(tensors: dict, part: str) -> dict:
     return {n: t for n, t in tensors.items() if part in n}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is None, reason="gptqmodel is not installed")
-@pytest.mark.parametrize("form", ["gptq", "gptq_p"])
-def test_gptqmodel_reads_our_values(form: str, of_zeros: Made, tmp_path: Path) -> None:
+def test_gptqmodel_reads_our_values(of_zeros: Made, tmp_path: Path) -> None:
     """Its weights are ours rounded to BF16, at a width a layer; its logits differ from `static` by BF16's rounding."""
     import moepack
 
     bundle = open_bundle(of_zeros("integer"))
     rows = {"versions": [["w4"] * 16, ["w3"] * 16]}
     (tmp_path / "map.json").write_text(json.dumps(rows))
-    export(bundle.path, tmp_path / "out", form, Wanted(map=str(tmp_path / "map.json")))
+    export(bundle.path, tmp_path / "out", "gptq", Wanted(map=str(tmp_path / "map.json")))
     said = python("-c", THEIRS, tmp_path / "out", bundle.path, "w4,w3", tmp_path / "logits.pt")
     assert said.splitlines()[-1] == f"same {2 * 16 * 3}"
     ours = moepack.load(bundle.path, policy=f"static:{tmp_path / 'map.json'}", dtype="bfloat16")

@@ -131,11 +131,11 @@ def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch: pyt
 def test_a_build_reuses_memory_where_that_fits(
     short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In each layer of each pass: also of the one that counts tokens before."""
+    """In each layer."""
     entered: list[str] = []
-    monkeypatch.setattr("moepack.pipeline.enough.reusing", lambda: nullcontext(entered.append("")))
-    recipe = "calibration: {samples: 4, length: 64, batch_size: 2, until: 100000, most: 6}"
-    for available, times in ((1 << 40, 2 * 2), (0, 0)):
+    monkeypatch.setattr("moepack.pipeline.run.reusing", lambda: nullcontext(entered.append("")))
+    recipe = "calibration: {samples: 4, length: 64, batch_size: 2}"
+    for available, times in ((1 << 40, 2), (0, 0)):
         entered.clear()
         monkeypatch.setattr(bound, "available_memory", lambda a=available: a)
         pipeline.calibrate(short_model, tmp_path / str(available), parse_recipe(recipe, "x"), [text])

@@ -47,7 +47,7 @@ def test_stages_write_the_same_bytes_as_one_pass(
 def test_a_recipe_made_in_python_is_kept_as_it_is(short_model: Path, text: Path, tmp_path: Path) -> None:
     """By every stage: one without a text, and one whose text says something else."""
     said = "versions: [bf16, w4]\nquantize: {method: rtn, loss_tokens: 64}\n"
-    said += "calibration: {samples: 4, length: 64, batch_size: 2}\nallocation: {average_bits: 6, method: greedy}"
+    said += "calibration: {samples: 4, length: 64, batch_size: 2}\nallocation: {average_bits: 6, weight: gates}"
     wanted = parse_recipe(said, "test")
     for text_of_it in ("", RTN):
         work, bundle = tmp_path / f"work{len(text_of_it)}", tmp_path / f"bundle{len(text_of_it)}"
@@ -99,14 +99,14 @@ def test_quantised_by_another_recipe_than_calibrated(short_model: Path, text: Pa
     from moepack.pipeline.add import add
 
     work, other = tmp_path / "work", tmp_path / "other.yaml"
-    other.write_text(RTN.replace("rtn", "rtn, min_tokens: 3"))
+    other.write_text(RTN.replace("rtn", "rtn, refine: false").replace("loss_tokens: 64", "loss_tokens: 65"))
     pipeline.calibrate(short_model, work, parse_recipe(RTN, "t"), [text])
     pipeline.quantize(work, str(other))
     pipeline.pack(work, tmp_path / "b")
     assert moepack.open(tmp_path / "b").manifest.provenance["recipe"] == other.read_text()
     add(tmp_path / "b", work, ["w1"])
     assert "w1" in [v.name for v in moepack.open(tmp_path / "b").versions]
-    with pytest.raises(InputError, match="another min_tokens: 3, now 0"):
+    with pytest.raises(InputError, match="another loss_tokens: 65, now 64"):
         pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN, "t"), [text], work=work)
     (work / "settings.json").unlink()
     with pytest.raises(InputError, match="run moepack calibrate first"):

@@ -71,8 +71,8 @@ def test_a_version_of_one_group_size_leaves_others_theirs() -> None:
 @pytest.mark.parametrize(
     "said",
     ["", "dense: [w8]\nmtp: keep", "quantize: {group_size: {w4: 128}}",
-     "calibration: {until: 256, samples: 9, most: 50}", "calibration: {data: [a.txt, {source: b, weight: 3}]}",
-     "allocation: {average_bits: 4.5, method: uniform}", "allocation: {average_bits: 7, dense: true}\ndense: [w8]"],
+     "calibration: {samples: 9}", "calibration: {data: [a.txt, {source: b, weight: 3}]}",
+     "allocation: {average_bits: 4.5, weight: logits}", "allocation: {average_bits: 7, dense: true}\ndense: [w8]"],
 )  # fmt: skip
 def test_a_recipe_without_its_text_has_one_written(said: str) -> None:
     recipe = parse_recipe(said, "x")
@@ -113,9 +113,7 @@ BAD = {
     "quantize: {zeros: symmetric, method: hqq}": "hqq makes no symmetric codes: gptq and rtn do",
     "quantize: {refine: 2}": "refine: 2 is not true or false",
     "quantize: {refine: true, method: hqq}": "hqq fits nothing to tokens: gptq and gptqmodel do",
-    "calibration: {most: 9}": "give until as well",
-    "calibration: {until: 9, most: 9}": "most: 9 is not an integer of at least 128",
-    "calibration: {until: -1}": "-1 is not an integer",
+    "calibration: {seed: -1}": "-1 is not an integer",
     "calibration: {samples: 0}": "0 is not an integer of at least 1",
     "calibration: {samples: 1.5}": "1.5 is not an integer",
     "calibration: {samples: true}": "True is not an integer",
@@ -126,11 +124,8 @@ BAD = {
     "allocation: {}": "allocation.average_bits: None is not a number from 1 to 20",
     "allocation: {average_bits: 40}": "40 is not a number from 1 to 20",
     "allocation: {average_bits: yes}": "True is not a number",
-    "allocation: {average_bits: 3, methd: greedy}": "unknown key 'methd': did you mean 'method'?",
-    "allocation: {average_bits: 3, method: best}": "'best' is not one of greedy, prefix_split, uniform",
-    "allocation: {average_bits: 3, weight: bytes}": "'bytes' is not one of gates, tokens, none, logits",
-    "allocation: {average_bits: 3, method: uniform, weight: none}": "uniform reads no weighted loss",
-    "versions: [w4, w2]\nallocation: {average_bits: 3, method: prefix_split}": "needs the versions w4, w3, w2 and w1",
+    "allocation: {average_bits: 3, weigt: gates}": "unknown key 'weigt': did you mean 'weight'?",
+    "allocation: {average_bits: 3, weight: bytes}": "'bytes' is not one of gates, logits",
     "- a": "must be a mapping",
     "a: [": "not YAML",
 }

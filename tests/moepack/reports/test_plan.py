@@ -177,9 +177,9 @@ def test_mla_and_weights_kept_in_float32(tmp_path: Path, demo_model: Path, text:
     assert planned.fixed == model.moepack.fixed and planned.used_bytes == model.moepack.resident_bytes()
 
 
-@pytest.mark.parametrize("policy", [QUIET, f"{QUIET},keep=yes", "hotness:prior=none,interval=1e9"])
+@pytest.mark.parametrize("policy", [QUIET, "hotness:prior=none,interval=1e9"])
 def test_the_bytes_used_are_those_reserved(bundle: Path, policy: str) -> None:
-    """With kept base versions: those that are shown promoted are promoted after loading, and then it is these bytes."""
+    """Those that are shown promoted are promoted after loading, and then it is these bytes."""
     budget = enough(bundle, 900_000, policy=policy)
     planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy))
     model = moepack.load(bundle, policy=policy, device_memory=budget)

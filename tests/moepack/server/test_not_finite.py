@@ -27,6 +27,7 @@ from moepack.pack.errors import NotFiniteError
 from moepack.reports import evaluate
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.policies.reducers import GATES, RouterOutput
 from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.sampling import NEVER, NONE, Sampler, draw, likeliest_of, scored
 from moepack.server.options import Sampling
@@ -225,13 +226,12 @@ def test_every_way_to_choose_refuses_a_row(row: list[float], dtype: torch.dtype)
 
 def test_a_policys_sums_of_gates_stay_numbers() -> None:
     """One token's NaN would have stayed in the scores of its experts."""
-    counters = Counters((3,), True, torch.device("cpu"))
+    counters = Counters((3,), (GATES,), torch.device("cpu"))
     counters.mask = torch.tensor([1, 0])
-    counters.add(0, torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.5, NAN], [NAN, 0.5]]))
-    counts, gates = counters.take()
-    assert counts[0].tolist() == [1, 1, 0] and gates[0].tolist() == [0.5, 0.0, 0.0]
-    found = counters.gates(0)
-    assert found is not None and found.tolist() == [0.5, 0.0, 0.0]
+    counters.add(0, RouterOutput(torch.tensor([[0, 1], [1, 2]]), torch.tensor([[0.5, NAN], [NAN, 0.5]])))
+    counts, sums = counters.take()
+    assert counts[0].tolist() == [1, 1, 0] and sums[GATES][0].tolist() == [0.5, 0.0, 0.0]
+    assert counters.layer(0)[1][GATES].tolist() == [0.5, 0.0, 0.0]
 
 
 def test_text_and_chats_end_with_it(bundle: Path, cause: Cause) -> None:

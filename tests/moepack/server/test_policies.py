@@ -20,6 +20,7 @@ from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.contract import PrefillEnded, SequenceEnded
 from moepack.runtime.policies.prefill import Prefill
+from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.residency.sequences import Sequences
 from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.packed_cache import PackedKvCache, RowInput
@@ -118,7 +119,7 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
     alone = [e for e in heard(engine._model, lambda all: len(all) == 10) if isinstance(e, PrefillEnded)]
     for mine, right in zip(packed, alone, strict=True):
         assert mine.counts[0].tolist() == right.counts[0].tolist(), "the first layer routes by the token alone"
-        for row, other in zip(mine.gates[:1], right.gates[:1], strict=True):
+        for row, other in zip(mine.sums[GATES][:1], right.sums[GATES][:1], strict=True):
             assert row == pytest.approx(other, rel=2e-2, abs=2e-3), "bfloat16's order"
 
 

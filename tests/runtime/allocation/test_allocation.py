@@ -20,13 +20,12 @@ from moepack.pipeline.allocate import (
     LayerCosts,
     allocate,
     bundle_costs,
-    calibrated_importance,
     expected_losses,
-    total_bytes,
 )
-from moepack.pipeline.recipe import ALLOCATORS, Allocate
+from moepack.pipeline.recipe import Allocate
 from moepack.runtime.allocation.knapsack import BudgetError, greedy, hull, spent, uniform
 from moepack.runtime.allocation.prefix_split import prefill_importance, prefix_split
+from moepack.runtime.policies.contract import Versions
 
 Case = tuple[list[list[float]], list[list[float]], float]
 
@@ -165,52 +164,43 @@ def test_sizes_are_whole_extents(measured: tuple[Bundle, list[LayerCosts]]) -> N
 
 def test_expected_losses(measured: tuple[Bundle, list[LayerCosts]]) -> None:
     layer = measured[1][0]
-    by_gates, by_tokens = expected_losses(layer, "gates"), expected_losses(layer, "tokens")
-    assert by_tokens[3][2] == (layer.tokens[3] + 1) * layer.mse[3][2] and expected_losses(layer, "none") == layer.mse
-    assert by_gates[3][2] == (layer.tokens[3] + 1) * layer.gated[3][2] < by_tokens[3][2]  # gate weights are at most one
+    assert expected_losses(layer, "gates")[3][2] == (layer.tokens[3] + 1) * layer.gated[3][2]
+    assert expected_losses(layer, "logits") == expected_losses(layer, "gates"), "without `weight: logits`"
 
 
-@pytest.mark.parametrize("method", ALLOCATORS)
+def total_bytes(table: Versions, opened: Bundle, costs: list[LayerCosts]) -> float:
+    """Bytes of all experts' extents at the versions that a map names."""
+    column = {v.name: i for i, v in enumerate(opened.versions)}
+    return sum(spent(c.sizes, [column[name] for name in row]) for row, c in zip(table, costs, strict=True))
+
+
 @pytest.mark.parametrize("bits", [2.7, 3.0, 3.7, 12.0])
-def test_every_allocator_keeps_to_the_bytes(
-    measured: tuple[Bundle, list[LayerCosts]], method: str, bits: float
-) -> None:
+def test_the_map_keeps_to_the_bytes(measured: tuple[Bundle, list[LayerCosts]], bits: float) -> None:
     opened, costs = measured
-    table = allocate(Allocate(bits, method), opened.layers, opened.versions, costs).versions
-    used, budget = total_bytes(table, opened.versions, costs), bits / 8 * opened.expert_weights
+    table = allocate(Allocate(bits), opened.layers, opened.versions, costs).versions
+    used, budget = total_bytes(table, opened, costs), bits / 8 * opened.expert_weights
     widest = max(max(row) - min(row) for layer in costs for row in layer.sizes)
     assert used <= budget
-    assert used > budget - widest or method == "prefix_split" or {v for row in table for v in row} == {"bf16"}
-    if method == "prefix_split":
-        for row, importance in zip(table, calibrated_importance(costs), strict=True):
-            order = sorted(range(len(row)), key=lambda e: -importance[e])
-            assert [row[e] for e in order] == sorted(row, reverse=True)
+    assert used > budget - widest or {v for row in table for v in row} == {"bf16"}
 
 
-def test_greedy_loses_less_than_the_others(measured: tuple[Bundle, list[LayerCosts]]) -> None:
-    opened, costs = measured
-    losses = []
-    for method in ("greedy", "prefix_split", "uniform"):
-        table = allocate(Allocate(3.0, method), opened.layers, opened.versions, costs).versions
-        names = [v.name for v in opened.versions]
-        chosen = [[names.index(v) for v in row] for row in table]
-        losses.append(sum(spent(expected_losses(c, "gates"), r) for c, r in zip(costs, chosen, strict=True)))
-    assert losses[0] < losses[1] < losses[2]
+def test_greedy_loses_less_than_one_version_for_all(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+    _, costs = measured
+    sizes = [row for c in costs for row in c.sizes]
+    losses = [row for c in costs for row in expected_losses(c, "gates")]
+    budget = 3.0 / 8 * measured[0].expert_weights
+    assert spent(losses, greedy(sizes, losses, budget)) < spent(losses, uniform(sizes, budget))
 
 
 def test_the_least_average_is_named(measured: tuple[Bundle, list[LayerCosts]]) -> None:
     opened, costs = measured
-    for method in ALLOCATORS:
-        with pytest.raises(
-            InputError, match=r"average_bits 1\.1 cannot be met: the smallest versions take 1\.333 bits"
-        ):
-            allocate(Allocate(1.1, method), opened.layers, opened.versions, costs)
+    with pytest.raises(InputError, match=r"average_bits 1\.1 cannot be met: the smallest versions take 1\.333 bits"):
+        allocate(Allocate(1.1), opened.layers, opened.versions, costs)
 
 
 def test_the_manifest_says_how(bundle: Path) -> None:
     allocation = open_bundle(bundle).manifest.allocation
     assert allocation is not None and allocation.name == "greedy at 3 bits, losses weighted by gates"
-    assert str(Allocate(2.5, "uniform")) == "uniform at 2.5 bits"
 
 
 def test_experts_and_dense_matrices_under_one_budget(measured: tuple[Bundle, list[LayerCosts]]) -> None:
@@ -228,12 +218,12 @@ def test_experts_and_dense_matrices_under_one_budget(measured: tuple[Bundle, lis
     sizes, losses = ([r for c in costs for r in c.sizes], [r for c in costs for r in expected_losses(c, "gates")])
     for bits in (2.5, 4.0, 9.0):
         budget = bits / 8 * weights
-        how = Allocate(bits, "greedy", "gates", True)
+        how = Allocate(bits, dense=True)
         made = allocate(how, opened.layers, opened.versions, costs, dense)
         taken = [dense.versions.index(name) for name in made.dense or ()]
-        assert total_bytes(made.versions, opened.versions, costs) + spent(rows, taken) <= budget
+        assert total_bytes(made.versions, opened, costs) + spent(rows, taken) <= budget
         want = greedy([*sizes, *rows], [*losses, *dense.losses], budget)
         assert taken == want[len(sizes) :]
         assert rows[0][taken[0]] <= rows[1][taken[1]] <= rows[3][taken[3]], "by what their errors cost"
     with pytest.raises(InputError, match=r"cannot be met: the smallest versions take 1\.\d+ bits"):
-        allocate(Allocate(1.0, "greedy", "gates", True), opened.layers, opened.versions, costs, dense)
+        allocate(Allocate(1.0, dense=True), opened.layers, opened.versions, costs, dense)

@@ -29,6 +29,7 @@ from moepack.runtime.experts.host_tier import CudaLink
 from moepack.runtime.kernels import affine_triton, exponent_triton, routing_triton, switch_triton
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.policies.contract import Needs
+from moepack.runtime.policies.reducers import GATES, RouterOutput
 from moepack.runtime.residency.routing_statistics import RoutingStatistics
 from moepack.runtime.step.context import NO_PROMPT, Step
 
@@ -144,18 +145,18 @@ class Copies(TorchDispatchMode):
 
 def test_events_behind_copies(fake: Fake) -> None:
     """A step's counts, activations for the host, and the device's streams, in contexts and outside."""
-    counters = Counters([4], True, CUDA1)
-    counters.add(0, torch.zeros(3, 2, dtype=torch.int64, device=CUDA1), torch.ones(3, 2, device=CUDA1))
+    counters = Counters([4], (GATES,), CUDA1)
+    counters.add(0, RouterOutput(torch.zeros(3, 2, dtype=torch.int64, device=CUDA1), torch.ones(3, 2, device=CUDA1)))
     counters.send()
     CudaLink().fetch(torch.zeros(3, device=CUDA1))
     assert fake.done == [("event", 1, "default")] * 2 and counters.arrived()
     one = TorchGpu(CUDA1)
-    for context, stream in ((one.migrating(), "copies"), (one.decoding(), "decoder"), (one.loading(1), "load1")):
+    for context, stream in ((one.migrating(), "copies"), (one.decoding(), "decoder")):
         with context:
             assert fake.now == 1 and fake.stream[1] == stream
             one.record()
     one.mark()
-    assert fake.done[2:] == [("event", 1, s) for s in ("copies", "decoder", "load1", "default")]
+    assert fake.done[2:] == [("event", 1, s) for s in ("copies", "decoder", "default")]
 
 
 def test_whether_a_graph_is_captured_is_asked_of_the_tables_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +174,7 @@ def test_counts_are_cleared_on_the_stream_of_the_step_that_adds_to_them(monkeypa
     clear = Counters.clear
     monkeypatch.setattr(Counters, "clear", lambda c: cleared.append(threading.current_thread().name) or clear(c))
     step = Step(counters=statistics.counters(NO_PROMPT, None))
-    step.counters.add(0, torch.tensor([[1, 2]]), torch.ones(1, 2))
+    step.counters.add(0, RouterOutput(torch.tensor([[1, 2]]), torch.ones(1, 2)))
     statistics.ended(step)
     worker = threading.Thread(target=statistics.deliver, args=(lambda event: None, lambda: [0]), name="worker")
     worker.start()

@@ -13,12 +13,11 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.experts.counters import Counters
-from moepack.runtime.experts.critical import Critical
 from moepack.runtime.experts.forward import experts_forward, reference_forward
-from moepack.runtime.experts.handles import NOTHING, REACHES, ROWS, LayerCall, LayerExperts
-from moepack.runtime.experts.token_importance import TokenImportance, _Pass, attention_received, heavy_hitters
+from moepack.runtime.experts.handles import NOTHING, REACHES, LayerCall, LayerExperts
 from moepack.runtime.policies.placements import Where
-from moepack.runtime.step.context import Prompt, Step, opened
+from moepack.runtime.policies.reducers import GATES
+from moepack.runtime.step.context import Step, opened
 
 META = torch.device("meta")
 MATRICES = (Matrix("gate_up", 64, 32), Matrix("down", 32, 32))
@@ -61,32 +60,6 @@ def module() -> Module:
     return made
 
 
-def test_a_choice_of_critical_experts_waits_for_nothing(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One launch in decoding and for a prompt, by tokens or by heavy hitters, which are found without waiting too."""
-    routing_triton = pytest.importorskip("moepack.runtime.kernels.routing_triton")
-    launches = Launches()
-    monkeypatch.setattr(routing_triton, "_second", launches)
-    of = module._moepack.of
-    size = VERSIONS[1].resident_size(MATRICES)
-    best = tuple(of.over(VERSIONS[1], torch.empty(size, dtype=torch.uint8), Where.PINNED) for _ in range(8))
-    of.critical = made = Critical(of, 0.5, best)
-    of.second, of.launched = made.seconds, (1, 2)
-    assert all(word & 63 == 1 for word in module._moepack.current.words[-1, :8])
-    snapshot = module._moepack.current.over(torch.empty(ROWS, 9, dtype=torch.int64, device=META))
-    seen = object.__new__(TokenImportance)
-    seen._pass, seen._layers = _Pass(), (of.layer,)
-    key = torch.empty(1, 2, 6, 16, device=META)
-    received = attention_received(torch.empty(1, 4, 6, 16, device=META), key, None, 1.0, workspace=1 << 8)
-    seen._pass.heavy[0] = heavy_hitters(received, 0.2)
-    _, index, _ = routed()
-    for number, (several, importance) in enumerate(((False, None), (True, None), (True, seen)), 1):
-        counters = Counters((8,), True, META)
-        step = Step(None, (snapshot,), counters, prompt=Prompt(several=several), importance=importance)
-        chosen = made.choose(snapshot, step, 0, index)
-        assert launches.count == number and chosen.device_table().shape == (8,) and chosen.served == [1, 2]
-    assert not seen._pass.heavy
-
-
 def routed(tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     index = torch.empty(tokens, 2, dtype=torch.long, device=META)
     return torch.empty(tokens, 32, dtype=torch.bfloat16, device=META), index, torch.empty(tokens, 2, device=META)
@@ -106,7 +79,7 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
         monkeypatch.setattr(routing_triton, name, launches)
     # the sort's two; 80: activations for each product; few: routing, two products, the sum
     for tokens, count in ((80, 11), (17, 7), (6, 4), (1, 4)):
-        counters, launches.count = Counters([8], True, META), 0
+        counters, launches.count = Counters([8], (GATES,), META), 0
         counters.mask = torch.empty(tokens, dtype=torch.long, device=META)
         x, index, gates = routed(tokens)
         with opened(Step(snapshots=[module._moepack.current], counters=counters)):
@@ -120,7 +93,7 @@ def test_planted_waits_are_found(module: Module, waiting: str) -> None:
     x, index, gates = routed()
     with pytest.raises((NotImplementedError, RuntimeError)):
         if waiting == "counts":
-            Counters([8], False, META).layer(0)
+            Counters([8], (), META).layer(0)
         else:
             reference_forward(LayerCall(module, module._moepack.current, x, index, gates))
 

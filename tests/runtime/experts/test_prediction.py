@@ -10,7 +10,9 @@ import torch
 from tiny_models import FAMILIES, random_model
 
 from moepack.pack.errors import InputError
-from moepack.runtime.experts.prediction import Prediction
+from moepack.runtime.experts.prediction import Prediction, tell_logits
+from moepack.runtime.policies.reducers import GATES
+from moepack.runtime.step.context import Step, opened
 
 MORE = {"minimax_m2": {"num_local_experts": 8}}  # its router takes the layer's correction
 
@@ -19,7 +21,7 @@ MORE = {"minimax_m2": {"num_local_experts": 8}}  # its router takes the layer's 
 def test_a_routers_answer_is_its_own(family: str) -> None:
     """Asked about what its own layer's experts read, each router says what it did: indices and weights."""
     model, layers = random_model(family, torch.float32, **MORE.get(family, {}))
-    prediction, seen = Prediction(model, layers), []
+    prediction, seen = Prediction(model, layers, (GATES,)), []
     for layer in layers:
         module = model.get_submodule(layer.module)
         module.register_forward_pre_hook(lambda _, args: seen.append(tuple(x.clone() for x in args)))
@@ -28,27 +30,28 @@ def test_a_routers_answer_is_its_own(family: str) -> None:
     assert len(seen) == len(layers) > 1
     for position, (hidden, index, weights) in enumerate(seen):
         with torch.inference_mode():
-            chosen, gates = prediction._routers[position].ask(hidden, index.shape[1])
-        assert torch.equal(chosen.sort(-1).values, index.sort(-1).values)
-        torch.testing.assert_close(gates.sort(-1).values.float(), weights.sort(-1).values.float())
+            asked = prediction._routers[position].ask(hidden, index.shape[1])
+        assert torch.equal(asked.index.sort(-1).values, index.sort(-1).values)
+        assert asked.logits is not None and asked.logits.shape == (18, layers[position].experts)
+        torch.testing.assert_close(asked.gates.sort(-1).values.float(), weights.sort(-1).values.float())
 
 
 def test_counts_gates_and_hits_by_hand() -> None:
     """Layer 1 is predicted from what layer 0's experts read; padding does not count, nor what is no expert."""
     model, layers = random_model("qwen3_moe", torch.float32)
-    prediction = Prediction(model, layers)
+    prediction = Prediction(model, layers, (GATES,))
     hidden, mask = torch.randn(3, 64), torch.tensor([1, 0, 1])
     gates = (hidden @ model.model.layers[1].mlp.gate.weight.T).softmax(-1)
     want = gates.topk(2, -1)
     weights = want.values / want.values.sum(-1, keepdim=True)
     counts, sums = prediction.ahead(0, hidden, torch.zeros(3, 2, dtype=torch.long), mask)
-    assert counts is not None and sums is not None and counts.sum() == 4
+    assert counts is not None and counts.sum() == 4
     for e in range(8):
         here = (want.indices == e) & (mask[:, None] == 1)
-        assert counts[e] == int(here.sum()) and sums[e] == pytest.approx(float(weights[here].sum()))
+        assert counts[e] == int(here.sum()) and sums[GATES][e] == pytest.approx(float(weights[here].sum()))
     chosen = want.indices.clone()
     chosen[0, 1] = next(e for e in range(8) if e not in want.indices[0])
-    assert prediction.ahead(1, hidden, chosen, mask) == (None, None), "behind the last layer there is none"
+    assert prediction.ahead(1, hidden, chosen, mask) == (None, {}), "behind the last layer there is none"
     assert prediction.hits.tolist() == [0, 3] and prediction.choices.tolist() == [0, 4]
     assert prediction.rates() == [None, 0.75]
     prediction.ahead(1, hidden, chosen, mask)
@@ -60,7 +63,7 @@ def test_what_transformers_collects_of_routers_stays_as_it_was() -> None:
     ids = torch.randint(1, 4000, (1, 9))
     with torch.inference_mode():
         plain = model(ids, output_router_logits=True).router_logits
-    prediction = Prediction(model, layers)
+    prediction = Prediction(model, layers, (GATES,))
     module = model.get_submodule(layers[0].module)
     module.register_forward_pre_hook(lambda _, args: prediction.ahead(0, args[0], args[1], None) and None)
     with torch.inference_mode():
@@ -77,7 +80,7 @@ def test_routers_that_cannot_be_asked_are_refused_by_name() -> None:
         model, layers = random_model("qwen3_moe", torch.float32)
         change(model.model.layers[1].mlp)
         with pytest.raises(InputError, match=word) as refused:
-            Prediction(model, layers)
+            Prediction(model, layers, (GATES,))
         assert "model.layers.1.mlp.experts" in str(refused.value) and "prefetch=no" in str(refused.value)
 
 
@@ -105,9 +108,43 @@ def test_logits_alone_are_enough() -> None:
     """A plain linear layer: softmax and top k, as equation 6 has it."""
     model, layers = random_model("qwen3_moe", torch.float32)
     model.model.layers[1].mlp.gate = torch.nn.Linear(64, 8, bias=False)
-    prediction, hidden = Prediction(model, layers), torch.randn(1, 64)
+    prediction, hidden = Prediction(model, layers, (GATES,)), torch.randn(1, 64)
     counts, sums = prediction.ahead(0, hidden, torch.zeros(1, 2, dtype=torch.long), None)
     want = model.model.layers[1].mlp.gate(hidden).softmax(-1).topk(2, -1)
-    assert counts is not None and sums is not None
+    assert counts is not None
     assert np.flatnonzero(counts).tolist() == sorted(want.indices[0].tolist())
-    assert sums.sum() == pytest.approx(float(want.values.sum()))
+    assert sums[GATES].sum() == pytest.approx(float(want.values.sum()))
+
+
+class Shares(torch.nn.Linear):
+    """Returns the distribution, as Gemma's routers do, or without `tells` the choice alone."""
+
+    tells = True
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        shares = super().forward(hidden).softmax(-1)
+        chosen = shares.topk(2, -1)
+        return (shares, *chosen) if self.tells else (*chosen,)
+
+
+def test_routers_tell_the_running_step_their_logits() -> None:
+    """Of the router that returns shares, numbers whose softmax is these; outside a step, no step is told."""
+    model, layers = random_model("qwen3_moe", torch.float32)
+    key = object()
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    model.model.layers[1].mlp.gate = gates[1] = Shares(64, 8, bias=False)
+    tell_logits(model, layers, key)
+    hidden = torch.randn(3, 64)
+    with torch.inference_mode(), opened(Step(key)) as step:
+        for position, gate in enumerate(gates):
+            gate(hidden)
+            assert step.logits is not None and step.logits[0] == position
+            logits = hidden @ gate.weight.T
+            torch.testing.assert_close(step.logits[1].softmax(-1), logits.softmax(-1))
+            assert (position == 1) != torch.allclose(step.logits[1], logits, atol=1e-4)
+    gates[0](hidden)
+    assert step.logits[0] == 1
+    gates[1].tells = False
+    Prediction(model, layers, (GATES,))
+    with pytest.raises(InputError, match=r"layers\.1\.mlp\.experts has a router that returns no logits"):
+        tell_logits(model, layers, key)

@@ -7,6 +7,7 @@ import torch
 import torch_products
 
 from moepack.runtime.experts.counters import Counters
+from moepack.runtime.policies.reducers import COUNTS, GATES, HEAVY, RouterOutput, ranked
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
 # A gate is made of an exponential that may be one unit in the last place off, and of sums in another order. Triton's
@@ -60,11 +61,11 @@ def test_every_form(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(made.index.cpu(), index), tokens
         assert made.gates.dtype == dtype
         torch.testing.assert_close(made.gates.cpu().float(), gates, rtol=TOLERANCE[dtype], atol=1e-30)
-        known = Counters([experts], True, torch.device("cpu"))
+        known = Counters([experts], (GATES,), torch.device("cpu"))
         known.mask = mask.long()
-        known.add(0, index, made.gates.cpu())
-        assert torch.equal(counts.cpu() - 5, known.counts[0]) and known.sums is not None
-        torch.testing.assert_close(sums.cpu() - 1, known.sums[0], rtol=1e-14, atol=1e-14)
+        known.add(0, RouterOutput(index, made.gates.cpu()))
+        assert torch.equal(counts.cpu() - 5, known.counts[0])
+        torch.testing.assert_close(sums.cpu() - 1, known.sums[GATES][0], rtol=1e-14, atol=1e-14)
         check_blocks(made, experts)
 
 
@@ -179,33 +180,28 @@ def test_a_stand_in_makes_the_same_blocks(width: int, monkeypatch: pytest.Monkey
 def test_second_words_of_the_highest(experts: int) -> None:
     """Against the policy's own ranking: by gates of a step, by tokens or heavy hitters of a prompt; many are equal."""
     from moepack.runtime.kernels.routing_triton import second_words
-    from moepack.runtime.policies.contract import critical_count
-    from moepack.runtime.policies.importance import most_important
+    from moepack.runtime.policies.importance import critical_count
 
     table, seconds = (torch.randint(1, 1 << 60, (experts,), device=DEVICE) for _ in range(2))
     for tokens in range(1, 17) if experts < 60 else (1, 5, 16):
         made = torch.Generator().manual_seed(tokens)
         index = torch.randint(0, experts + 1, (tokens, 4), generator=made)  # an expert twice, and past the last
         gates = torch.randint(0, 3, index.shape, generator=made) / 8
-        counters = Counters((experts,), True, torch.device(DEVICE))
+        counters = Counters((experts,), (GATES, HEAVY), torch.device(DEVICE))
         counters.mask = (torch.rand(tokens, generator=made) < 0.8).long().to(DEVICE)
-        counters.add(0, index.to(DEVICE), gates.to(DEVICE))
-        important = torch.minimum(torch.randint(0, 2, (experts,), generator=made), counters.counts[0, :experts].cpu())
-        counts, sums, share = counters.layer(0), counters.gates(0), tokens / 16
+        heavy = (torch.rand(tokens, generator=made) < 0.4).to(DEVICE)
+        counters.add(0, RouterOutput(index.to(DEVICE), gates.to(DEVICE), heavy=heavy))
+        counts, sums = counters.layer(0)
+        share = tokens / 16
         most = torch.tensor([critical_count(share, n) for n in range(experts + 1)], dtype=torch.int32, device=DEVICE)
-        assert counters.sums is not None
-        ways = {
-            (False, False): (counters.sums[0], None),
-            (True, False): (counters.counts[0], None),
-            (True, True): (important.to(DEVICE), counters.counts[0]),
-        }
-        for (is_prompt, heavy), scores in ways.items():
-            order = most_important(counts, sums, important.numpy() if heavy else None, is_prompt)
+        for by in ((GATES,), (COUNTS,), (HEAVY, COUNTS)):
+            order = ranked(counts, *({COUNTS: counts, **sums}[score] for score in by))
             high = order[: critical_count(share, len(order))]
             want = table.clone()
             want[high] = seconds[high]
-            got = second_words(table, seconds, counters.counts[0], scores, most)
-            assert torch.equal(got, want), (tokens, is_prompt, heavy)
+            score, *ties = (counters.row(0, reducer) for reducer in by)
+            got = second_words(table, seconds, counters.counts[0], (score, ties[0] if ties else None), most)
+            assert torch.equal(got, want), (tokens, len(by))
 
 
 def test_numbers_that_are_none_choose_experts_that_there_are() -> None:

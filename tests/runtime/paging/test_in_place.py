@@ -82,7 +82,7 @@ def test_a_cache_takes_their_device_memory_and_gives_it_back(
 def test_steps_take_turns(small: Path, want: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share the slots: none begins before another has ended, and each one's stream waits for the one before."""
     model = load(small, PINNED, room=ROOM, **ALL)
-    pages, said, waited = model.moepack.manager.paging, list[str](), list[Any]()
+    pages, said, waited = model.moepack.manager.in_place, list[str](), list[Any]()
     spy(monkeypatch, PagesInPlace, "begin", lambda *_: said.append("begin"))
     spy(monkeypatch, PagesInPlace, "end", lambda *_: said.append("end"))
     spy(monkeypatch, gpu.gpu, "wait", lambda event: waited.append(event))
@@ -164,7 +164,7 @@ def test_an_interrupted_pass_lets_go(
     small: Path, want: Any, gpu: StandIn, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(small, PINNED, room=ROOM, **ALL)
-    holder: Any = {"begin": model.moepack.manager.paging, "decode_chosen": exponent_triton, "record": gpu.gpu}[where]
+    holder: Any = {"begin": model.moepack.manager.in_place, "decode_chosen": exponent_triton, "record": gpu.gpu}[where]
     stop_after(monkeypatch, holder, where, 1)
     with pytest.raises(KeyboardInterrupt):
         for n in (1, 2):
@@ -205,7 +205,7 @@ def test_the_budget_holds_slots_and_what_is_packed(small: Path, gpu: StandIn) ->
     """Every block of the device is counted; a byte less than the least is refused; the plan says what is pinned."""
     model = load(small, PINNED, room=ROOM, **ALL)
     live = model.moepack.manager
-    pages: PagesInPlace = live.paging
+    pages: PagesInPlace = live.in_place
     assert pages._bytes.numel() <= live.plan.window and pages._places.numel() >= sum(
         x.fields.nbytes + x.tables.nbytes + x.sizes.nbytes for x in pages._of or pages._all_places()
     )
@@ -218,7 +218,7 @@ def test_the_budget_holds_slots_and_what_is_packed(small: Path, gpu: StandIn) ->
 def test_what_cannot_be_is_refused(small: Path) -> None:
     with pytest.raises(InputError, match=r"paged:lo=pinned is for a GPU"):
         moepack.load(small, policy=PINNED, device_memory=1 << 40)
-    with pytest.raises(InputError, match=r"theta needs a window and its rates, and lo=pinned has none"):
+    with pytest.raises(InputError, match=r"theta needs passes that wait, and no pass waits under lo=pinned"):
         moepack.load(small, policy="paged:lo=pinned,theta=0.5", device_memory=1 << 40)
     with pytest.raises(InputError, match=r"lo is stored or pinned, not 'host'"):
         moepack.load(small, policy="paged:lo=host", device_memory=1 << 40)

@@ -25,7 +25,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows, sinks, biases": ("gpt_oss", {}),
     "linear attention": ("qwen3_next", {}),
 }
-POLICIES = [*(entry.name for entry in ENTRIES), "hotness:lo=absent", "importance:lo=w2@pinned"]
+POLICIES = [*(entry.name for entry in ENTRIES), "hotness:lo=absent"]
 REFUSED = {(p, "linear attention"): "attention" for p in POLICIES if p.startswith("importance")}  # words, by both
 
 

@@ -15,11 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.policies.contract import Changes, Interval, Key, LayerReached, Setting, critical_count
-from moepack.runtime.policies.importance import Importance, ImportanceOptions, ranked, retention
+from moepack.runtime.policies.contract import Changes, Interval, Key, LayerReached, Setting
+from moepack.runtime.policies.importance import Importance, ImportanceOptions, critical_count, retention
 from moepack.runtime.policies.lru import Recent, RecentOptions
 from moepack.runtime.policies.mixed_cache import MixedCache
 from moepack.runtime.policies.placements import ABSENT, Placement
+from moepack.runtime.policies.reducers import GATES, HEAVY, ranked
 from moepack.runtime.policies.registry import parse_policy
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2"))
@@ -35,6 +36,8 @@ def setting(experts: list[int], sizes: tuple[int, ...] = (4, 2, 0)) -> Setting:
 def reached(layer: int, counts: list[int], room: int = 100, **told: Any) -> LayerReached:
     """A layer that is reached, with room in all; lists become arrays."""
     arrays = {k: np.array(v) if isinstance(v, list) else v for k, v in told.items()}
+    arrays["sums"] = {GATES: arrays.pop("gates", None), HEAVY: arrays.pop("important", np.zeros(len(counts)))}
+    arrays["predicted_sums"] = {GATES: arrays.pop("predicted_gates", None)}
     return LayerReached(0.0, [room, 0], layer, np.array(counts), **arrays)
 
 
@@ -145,7 +148,7 @@ def test_random_experts_are_as_many() -> None:
 
     def high() -> list[int]:
         policy = Importance(setting([8, 8]), ImportanceOptions(by="random", prefetch="no", reuse="no", seed=3))
-        assert not policy.needs.gates and not policy.needs.importance
+        assert not policy.needs.importance
         events = [reached(1, [1] * 8) for _ in range(20)]
         return [sum(1 << e for (_, e), v in got.items() if v == 0) for got in answers(policy, *events)]
 

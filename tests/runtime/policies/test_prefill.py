@@ -20,10 +20,11 @@ from moepack.runtime.policies.contract import (
     SequenceEnded,
     Setting,
 )
+from moepack.runtime.policies.maps import uniform_map
 from moepack.runtime.policies.prefill import Prefill, PrefillOptions
 from moepack.runtime.policies.random_map import random_map
+from moepack.runtime.policies.reducers import GATES, Floats, Reducer
 from moepack.runtime.policies.registry import parse_policy
-from moepack.runtime.policies.uniform import uniform_map
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))
 FALLING = [0.0, 1.0, 2.0, 4.0, 8.0]  # what a token loses at each placement
@@ -40,9 +41,13 @@ def policy(
     return Prefill(Setting(experts, ladder, sizes, traffic or [[1.0] * n for n in experts], losses, most), chosen)
 
 
+def by_gates(rows: list[list[float]]) -> dict[Reducer, list[Floats]]:
+    return {GATES: [np.array(row, float) for row in rows]}
+
+
 def read(sequence: int, counts: list[list[int]], gates: list[list[float]] | None = None) -> PrefillEnded:
     sums = counts if gates is None else gates
-    return PrefillEnded(0.0, [], [np.array(row) for row in counts], [np.array(row, float) for row in sums], sequence)
+    return PrefillEnded(0.0, [], [np.array(row) for row in counts], by_gates(sums), sequence)
 
 
 def begins(sequence: int, capacity: list[int]) -> DecodingBegan:
@@ -50,7 +55,7 @@ def begins(sequence: int, capacity: list[int]) -> DecodingBegan:
 
 
 def passed(capacity: list[int], experts: list[int]) -> Interval:
-    return Interval(0.0, capacity, [np.zeros(n, np.int64) for n in experts], [np.zeros(n) for n in experts])
+    return Interval(0.0, capacity, [np.zeros(n, np.int64) for n in experts])
 
 
 def started(made: Prefill, capacity: list[int]) -> Any:
@@ -117,7 +122,7 @@ def test_one_migration_a_sequence() -> None:
     wanted = made.decide(begins(1, [SIZE]))
     assert wanted is not None and wanted[0, 1] == 0
     for counts in ([[50, 0, 0]], [[0, 0, 80]]):
-        event = Interval(9.0, [SIZE], [np.array(row) for row in counts], [np.array(row, float) for row in counts])
+        event = Interval(9.0, [SIZE], [np.array(row) for row in counts])
         assert made.decide(event) is None, "none while decoding"
     assert made.decide(SequenceEnded(0.0, [SIZE], 1)) is None
 

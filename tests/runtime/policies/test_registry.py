@@ -1,4 +1,4 @@
-"""A policy is one file and one line: the one in docs/extending/policy.md is added here, word by word, and serves."""
+"""A policy is one file and one line: those in docs/extending/policy.md are added here, word by word, and serve."""
 
 from __future__ import annotations
 
@@ -27,11 +27,20 @@ VERSIONS = tuple(Version.of(name, 64) for name in ("w4", "w3", "w2"))
 
 @pytest.fixture
 def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The documented file, as a module beside the others, and the documented line."""
-    module = documented("policy", "moepack.runtime.policies.tiers", tmp_path)
+    return added("tiers", 0, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def certain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return added("certain", 1, tmp_path, monkeypatch)
+
+
+def added(name: str, block: int, where: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A documented file, as a module beside the others, and the documented line."""
+    module = documented("policy", f"moepack.runtime.policies.{name}", where, block)
     document = (ROOT / "docs" / "extending" / "policy.md").read_text()
-    line = next(x for x in document.splitlines() if x.startswith("    tiers."))
-    entries = (*registry.ENTRIES, *eval(f"({line})", {"tiers": module}))  # the documentation's own line
+    line = next(x for x in document.splitlines() if x.startswith("    tiers.")).replace("tiers", name)
+    entries = (*registry.ENTRIES, *eval(f"({line})", {name: module}))  # the documentation's own line
     monkeypatch.setattr(registry, "ENTRIES", entries)
     return module
 
@@ -53,7 +62,7 @@ def test_quarters_by_rank_as_long_as_there_is_room(tiers: ModuleType) -> None:
 def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
     """Three versions on the device, one on the host and absent experts in one layer; and what is computed is theirs."""
     assert str(parse_policy("tiers")) == "tiers" and "tiers[:KEY=VALUE,...]" in registry.usages(in_budget=True)
-    with pytest.raises(InputError, match="policy tiers:speed=1: option 'speed' is unknown: there are share"):
+    with pytest.raises(InputError, match="policy tiers:speed=1: option 'speed' is unknown: there are rate"):
         parse_policy("tiers:speed=1")
     least = plan(bundle, LoadOptions(device_memory=0, policy="tiers")).least_bytes
     opened = open_bundle(bundle)
@@ -85,3 +94,39 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert live.tracker.peak <= least + room and live.host.reserved > 0
     assert model.moepack.counters()["forward_waits"] == 0
+
+
+def test_the_less_doubt_the_higher_the_precision(certain: ModuleType) -> None:
+    """Tokens of experts 2, 0 and 3 were routed with 0.1, 0.5 and 0.9 nats each; there is room for two versions."""
+    ladder = certain.DeviceOptions(hi="w4", lo="w2").ladders(VERSIONS)[0]
+    policy = certain.Certain(Setting([4], ladder, [(4, 3, 2)], [], []), certain.DeviceOptions())
+    sums = {certain.ENTROPY: [np.array([1.0, 0.0, 0.4, 0.9])]}
+    event = Interval(0.0, [3], [np.array([2, 0, 4, 1])], sums)
+    assert policy.decide(event) == {(0, 2): 0, (0, 0): 1}, "the last one stays at the base, as does one never chosen"
+    assert policy.worth((0, 2)) > policy.worth((0, 0)) > policy.worth((0, 3))
+
+
+def test_a_policys_own_statistic_is_added_up_where_the_router_is(certain: ModuleType, bundle: Path) -> None:
+    """The entropy of prompts with padding and of decoding, by torch's own distribution; none of it is any other's."""
+    model = load(bundle, "certain:hi=w4,lo=w2", room=100_000)
+    policy = model.moepack.manager.policy
+    assert set(policy.needs.sums) == {certain.ENTROPY} == set(model.moepack.manager.statistics._take().sums)
+    told: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda gate, given, out: told.append(out[0].reshape(-1, 16)))
+        layer.mlp.experts.register_forward_pre_hook(lambda module, given: told.append(given[1]))
+    want = np.zeros((4, 16))
+    total = 0
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    for ids, text in ((torch.arange(10).view(2, 5), mask), (torch.tensor([[7]]), torch.tensor([[1]]))):
+        told.clear()
+        with torch.inference_mode():
+            model(ids, attention_mask=text, use_cache=False)
+        real = text.bool().view(-1)
+        total += 2 * int(real.sum())
+        for row, logits, index in zip(want, told[::2], told[1::2], strict=True):
+            nats = torch.distributions.Categorical(logits=logits[real].double()).entropy()
+            np.add.at(row, index[real].numpy(), nats[:, None].numpy())
+    wait_for(lambda: policy.counts[-1].sum() == total)
+    np.testing.assert_allclose(policy.entropy, want, rtol=1e-5)
+    wait_for(lambda: "w4" in {name for row in model.moepack.versions for name in row})

@@ -26,7 +26,7 @@ from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import cpu as device_module
 from moepack.runtime.devices import migration
 from moepack.runtime.planning.options import LoadOptions
-from moepack.runtime.planning.plan import make_plan
+from moepack.runtime.planning.plan import Plan, make_plan
 from moepack.runtime.policies.hotness import HotnessOptions
 from moepack.runtime.store import files as store_module
 from moepack.runtime.trace import read_trace
@@ -92,29 +92,27 @@ def test_plans(bundle: Path) -> None:
     assert chosen(2_000_000, between="no") == ("w4", "w1"), "w4 for most loses less than bf16 for a few"
     assert chosen(2_000_000)[1] == "w1", "the longer ladder has more to choose from"
     assert chosen(2_000_000, lo="w2")[1] == "w2" and chosen(2_000_000, hi="bf16")[0] == "bf16"
-    shared = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", between="no", share="loss"), dense, 3_000_000)
     even = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", between="no"), dense, 3_000_000)
-    assert abs(sum(rooms(shared)) - sum(rooms(even))) <= 1 and sum(rooms(even, kv=200_000)) < sum(rooms(even))
-    kept = make_plan(opened, HotnessOptions(hi="bf16", lo="w2", between="no", keep="yes"), dense, 3_000_000)
+    assert sum(rooms(even, kv=200_000)) < sum(rooms(even))
     high, low = even.sizes[0][0], even.sizes[0][even.base]
     assert sum(rooms(even)) == (3_000_000 - even.fixed - 70 * low) // (high - low), "a reserve of six"
-    assert sum(rooms(kept)) == (3_000_000 - kept.fixed - 64 * low) // high
 
 
 def test_layers_share_by_loss_where_their_losses_compare(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`share=auto`: evenly, unless the tables say how far every layer's losses reach the logits."""
+    """Evenly, unless the tables say how far every layer's losses reach the logits."""
     opened = open_bundle(bundle)
 
-    def shared(share: str) -> list[int]:
-        options = HotnessOptions(hi="bf16", lo="w2", between="no", share=share)
-        return make_plan(opened, options, 1_000_000, 3_000_000).capacity()
+    def made() -> Plan:
+        return make_plan(opened, HotnessOptions(hi="bf16", lo="w2", between="no"), 1_000_000, 3_000_000)
 
-    assert shared("auto") == shared("even") != shared("loss")
+    even = made()
+    assert even.by_loss is None and max(even.capacity()) - min(even.capacity()) <= even.sizes[0][0]
     tables = opened.calibration()
     layers = tuple(replace(layer, reach=np.full(5, 4.0 - p)) for p, layer in enumerate(tables.layers))
     monkeypatch.setattr(Bundle, "calibration", lambda self: replace(tables, layers=layers))
-    assert shared("auto") == shared("loss") != shared("even")
-    assert shared("auto")[0] > shared("auto")[-1], "the first layer's losses reach four times as far"
+    shared = made()
+    assert abs(sum(rooms(shared)) - sum(rooms(even))) <= 1
+    assert shared.capacity()[0] > shared.capacity()[-1], "the first layer's losses reach four times as far"
 
 
 def test_absent_experts_come_without_a_wait(bundle: Path) -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from live_models import ids, least, load
+from live_models import ids, least, load, same
 from residency_simulation import Kind, WaitingSimulation
 from support import damage, spy
+from tiny_models import FAMILIES, build_tiny
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
@@ -182,40 +183,6 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
         model.moepack.close()
 
 
-def test_the_weights_of_those_that_stay(bundle: Path) -> None:
-    """With renormalise=yes a token's gate weights sum up to what they were; without, absent experts' are lost."""
-    policy = "importance:hi=w4,lo=absent,r=0.75,reuse=no,prefetch=no,by=counts"
-    budget = least(bundle, policy) + 1_000_000
-    outs = {}
-    for answer in ("yes", "no"):
-        model = load(bundle, f"{policy},renormalise={answer}", budget)
-        module = model.model.layers[3].mlp.experts
-        given: list[Any] = []
-        hook = module.register_forward_pre_hook(lambda _, args: given.append([x.clone() for x in args]))  # noqa: B023
-        with torch.inference_mode():
-            model(ids(1, 100), use_cache=False)
-            hook.remove()
-            x, index, weights = given[0]
-            there = torch.tensor([h.version is not None for h in module._moepack.current.handles])
-            kept = weights * there[index]
-            if answer == "yes":
-                total = kept.sum(1, keepdim=True)
-                kept = torch.where(total > 0, kept / total * weights.sum(1, keepdim=True), kept).to(weights.dtype)
-            handles = module._moepack.current
-            index = torch.where(there[index], index, 16)
-            module._moepack.of.makes_up_for_absent = False
-            from moepack.runtime.experts.forward import _run
-            from moepack.runtime.experts.handles import LayerCall
-
-            outs[answer] = _run(LayerCall(module, handles, x, index, kept))
-            module._moepack.of.makes_up_for_absent = answer == "yes"
-            served = _run(LayerCall(module, handles, x, given[0][1], weights))
-            assert torch.allclose(served, outs[answer], rtol=2**-6, atol=2**-8)  # torch rounds BF16 sums by its level
-            assert 0 < int(there.sum()) < 16
-        model.moepack.close()
-    assert not torch.equal(outs["yes"], outs["no"])
-
-
 def test_a_damaged_expert_ends_the_pass_that_needs_it(damaged: Path) -> None:
     policy = "lru:hi=w4,lo=absent"
     budget = least(damaged, policy) + 2_000_000
@@ -335,3 +302,22 @@ def test_an_expert_moves_beside_passes() -> None:
     sim.demand.where(1)
     assert not sim.residency.leaving and moved(sim) == [200, 200, 0, 0, 0]
     sim.check()
+
+
+def test_families_that_read_the_attentions_name(demo_model: Path, text: Path, made_once: Any) -> None:
+    """An indexer masks the keys of `sdpa` and `eager` alone: observed attention is still called so."""
+    recipe = """
+versions: [bf16, w4, w2]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 32, batch_size: 4}
+"""
+
+    def make(folder: Path) -> None:
+        indexed = {"n_group": 1, "index_topk": 4, "index_head_dim": 32, "index_n_heads": 4}
+        build_tiny("glm_moe_dsa", folder, recipe, demo_model, text, **FAMILIES["deepseek_v3"] | indexed)
+
+    path = Path(made_once("sparse-attention", make) / "bundle")
+    plain = moepack.load(path, policy="static:w4")
+    given = {"prefill_tokens": 64, "kv_tokens": 64}
+    model = moepack.load(path, policy=f"{FOUR_TWO},r=1", device_memory=1 << 40, **given)
+    same(model, plain, 24, 60)

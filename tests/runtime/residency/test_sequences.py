@@ -28,6 +28,7 @@ from moepack.runtime.policies.contract import (
     SequenceBegan,
     SequenceEnded,
 )
+from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.residency import sequences as sequences_module
 from moepack.runtime.residency.sequences import Sequences
 
@@ -148,7 +149,7 @@ def test_a_generation(model: Any) -> None:
     assert isinstance(began, SequenceBegan) and isinstance(prompt, PrefillEnded) and began.tokens == 12
     assert all(e.sequence == began.sequence > 0 for e in events)
     assert [int(row.sum()) for row in prompt.counts] == [12 * TOP_K] * 4
-    assert [float(row.sum()) for row in prompt.gates] == pytest.approx([12.0] * 4, rel=0.02), (
+    assert [float(row.sum()) for row in prompt.sums[GATES]] == pytest.approx([12.0] * 4, rel=0.02), (
         "weights of a token sum to 1"
     )
 

@@ -10,7 +10,6 @@ import itertools
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from moepack.runtime.policies.contract import (
     Setting,
 )
 from moepack.runtime.policies.placements import ON_HOST, Where
+from moepack.runtime.policies.reducers import GATES, HEAVY
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.residency.on_demand import OnDemandLoader
 
@@ -40,9 +40,7 @@ VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf1
 PAGES = {"bf16": 5, "bf16@packed": 3, "w4": 4, "w3": 3, "w2": 2, "w1": 1}
 _PLACE = re.compile("@(host|pinned)$")
 SHARED = ["hotness:interval=0,prior=none", "hotness:interval=0,between=no", "prefill:bits=2", "prefill:k=1,bits=3"]
-SHARED += ["hotness:interval=0,lo=absent", "hotness:interval=0,lo=w2@pinned", "lru:hi=w4,lo=w4@pinned"]
-SHARED += ["importance:hi=w4,lo=w2@pinned,by=counts"]
-SHARED += ["paged:interval=0,theta=1", "paged:interval=0,resident=0.5,stagger=no"]
+SHARED += ["hotness:interval=0,lo=absent", "hotness:interval=0,lo=w2@pinned"]
 BLOCKING = ["lru:hi=bf16,lo=w2", "lru:hi=w4,lo=absent", "importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent,r=0.5"]
 BLOCKING += ["importance:hi=bf16,lo=w2,reuse=no,r=0.75", "importance:hi=w4,lo=w2,by=random,prefetch=no"]
 
@@ -51,7 +49,7 @@ def served(text: str, room: int) -> tuple[Kind, Any]:
     """What a policy is simulated on, and the policy."""
     parsed = parse_policy(text, True)
     ladder = parsed.options.ladders(VERSIONS)[0]
-    pages = [0 if p.where in (Where.ABSENT, Where.STORED) else PAGES[_PLACE.sub("", str(p))] for p in ladder]
+    pages = [0 if p.where in (Where.ABSENT, Where.ON_DISK) else PAGES[_PLACE.sub("", str(p))] for p in ladder]
     host = tuple(i for i, p in enumerate(ladder) if p.where in ON_HOST)
     reserve = 0 if host or parsed.options.keeps_low else max(pages[1:])
     kind = Kind(tuple(pages), reserve, room, parsed.options.keeps_low, host=host)
@@ -60,8 +58,6 @@ def served(text: str, room: int) -> tuple[Kind, Any]:
     losses = [np.tile(np.arange(len(ladder), dtype=float), (n, 1)) for n in EXPERTS]
     traffic = [[float(e + 1) for e in range(n)] for n in EXPERTS]
     setting = Setting(EXPERTS, ladder, [sizes] * len(EXPERTS), traffic, losses, None)
-    if text.startswith("paged"):
-        setting = replace(setting, rates=(float("inf"), 2e6, 1e6))
     assert parsed.entry.make is not None
     return kind, parsed.entry.make(setting, parsed.options)
 
@@ -100,8 +96,8 @@ class UnderPolicy(Machine):
     def policy(self, wanted: int) -> None:
         self.clock += 1
         loaded = [[0, 10_000 * (wanted % 7), 5000 * (wanted % 5)]] * 2 if self.made.needs.timings else ()
-        gates = [row.astype(float) for row in counts(wanted)] if self.made.needs.gates else ()
-        self.tell(Interval(self.clock, self.capacity(), counts(wanted), gates, 3, 0.01 * (wanted % 9), loaded))
+        sums = {reducer: [row.astype(float) for row in counts(wanted)] for reducer in self.made.needs.sums}
+        self.tell(Interval(self.clock, self.capacity(), counts(wanted), sums, 3, 0.01 * (wanted % 9), loaded))
 
     @rule(seed=st.integers(0, 999))
     def a_prompt(self, seed: int) -> None:
@@ -109,8 +105,8 @@ class UnderPolicy(Machine):
         if number not in self.sequences:
             self.sequences.append(number)
             self.tell(SequenceBegan(self.clock, self.capacity(), 8, number))
-        gates = [0.3 * row for row in counts(seed + 1)]
-        self.tell(PrefillEnded(self.clock, self.capacity(), counts(seed), gates, number))
+        sums = {reducer: [0.3 * row for row in counts(seed + 1)] for reducer in self.made.needs.sums}
+        self.tell(PrefillEnded(self.clock, self.capacity(), counts(seed), sums, number))
 
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: self.sequences)
@@ -169,8 +165,8 @@ def test_invariants_hold_under_policies_that_block(text: str, silent: None) -> N
                 kv = sim.transitions.kv_bytes + sim.transitions.kv_asked
                 capacity = [(room * PAGE - kv + 1) // 2] * 2
                 event = LayerReached(
-                    float(step), capacity, layer, chosen, 0.3 * chosen, bool(rng.randint(0, 1)), chosen,
-                    ahead, None if ahead is None else 0.3 * ahead, placed, coming,
+                    float(step), capacity, layer, chosen, {GATES: 0.3 * chosen, HEAVY: chosen}, bool(rng.randint(0, 1)),
+                    ahead, {} if ahead is None else {GATES: 0.3 * ahead}, placed, coming,
                 )  # fmt: skip
                 wanted = policy.decide(event)
                 try:

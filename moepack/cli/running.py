@@ -261,6 +261,10 @@ def serve(
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", min=1, help="The most requests that wait; more are refused.")
     ] = 256,
+    max_connections: Annotated[
+        int,
+        typer.Option("--max-connections", min=1, help="The most open requests; beyond it the longest idle leave."),
+    ] = 1024,
     step_tokens: Annotated[int, typer.Option("--step-tokens", min=1, help="Tokens of a forward pass.")] = 256,
     max_kv_tokens: Annotated[
         int | None,

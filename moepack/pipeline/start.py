@@ -119,7 +119,7 @@ def start(
         {
             "checkpoint": opened.name,
             "text": [Path(source).name for source in sources],
-            **{name: getattr(settings, name) for name in ("samples", "length", "seed", "until", "most")},
+            **{name: getattr(settings, name) for name in ("samples", "length", "seed")},
         },
     )
     record = _record(stream, recipe, sources, windows, keeps_mtp)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .http.app import Server
 
 KEY = "MOEPACK_API_KEY"
-CONNECTIONS = 1024
+SPARE_FILES = 512  # open files beside the connections
 HELD = 4096  # tokens of KV cache reserved at loading if the policy cannot evict experts for it later
 LEAST = 16  # tokens of prompt and answer that the budget must hold
 # torch and oneDNN each keep compiled products of up to 1,024 shapes, and passes have any number of tokens: 180 MB after
@@ -65,6 +66,7 @@ class Serve:
     generation_config: str = "auto"
     max_sequences: int = 32
     max_waiting: int = 256
+    max_connections: int = 1024
     step_tokens: int = 256
     max_kv_tokens: int | None = None
     prefix_cache: str | None = None
@@ -276,7 +278,7 @@ async def run(
     """Answer on `listener` until uvicorn stops; running requests finish. `ready` receives uvicorn once it answers."""
     import uvicorn
 
-    from .http.guard import HEADERS, Patient, shared
+    from .http.guard import HEADERS, Bounded, patient, shared
 
     class Stopping(uvicorn.Server):
         """uvicorn's server. It starts and stops `server` too, and exits with 0 after a signal."""
@@ -296,15 +298,15 @@ async def run(
             server.stop()
             await super().shutdown(sockets)
 
-    app = shared(server.app, asked.cors_origin or ())
+    _allow_files(asked.max_connections + SPARE_FILES)
+    app = shared(Bounded(server.app, asked.max_connections), asked.cors_origin or ())
     config = uvicorn.Config(
         app,
-        http=Patient,
+        http=patient(asked.max_connections),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=asked.access_log,
-        limit_concurrency=CONNECTIONS,
         timeout_keep_alive=int(HEADERS),
         h11_max_incomplete_event_size=32 << 10,
         timeout_graceful_shutdown=max(1, int(asked.grace)),
@@ -317,3 +319,11 @@ async def run(
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     await Stopping(config).serve([listener])
     await asyncio.to_thread(server.close)
+
+
+def _allow_files(count: int) -> None:
+    """Raise the number of files that this process may open, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

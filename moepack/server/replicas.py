@@ -169,7 +169,7 @@ class Door:
 
     async def _relay(self, scope: Scope, receive: Receive, send: Send) -> None:
         from ray import serve as ray_serve
-        from starlette.requests import Request
+        from starlette.requests import ClientDisconnect, Request
 
         from .errors import ApiError, stopping
         from .http.guard import body, disconnected, refusal
@@ -208,6 +208,8 @@ class Door:
                 working.cancel()
                 gone.cancel()
                 pieces.cancel()
+        except ClientDisconnect:
+            return
         except ApiError as error:
             await refusal(error, scope["path"])(scope, receive, send)
         except Exception as error:

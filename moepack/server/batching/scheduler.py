@@ -1,18 +1,20 @@
 """Continuous batching: one thread owns the model, and sequences join and leave between steps.
 
-Each step reads one token of every decoding sequence, then prompt tokens until it has `step_tokens`, so that a long
-prompt does not delay other sequences. Where steps wait for experts' bytes, sequences may decode in turns (turns.py). A
-sequence takes what the engine keeps of its prompt, and waits while another one reads the same chunk. If the budget has
-no room, kept chunks leave, then the youngest sequence is preempted: it gives up its cache and is read again later.
+Each step reads one token of every decoding sequence, then prompt tokens until it has `step_tokens`. How prompts share
+these, who joins and who is preempted follows from what is fair between client requests (fairness.py). Where steps wait
+for experts' bytes, sequences may decode in turns (turns.py). A sequence takes what the engine keeps of its prompt, and
+waits while another one reads the same chunk. If the budget has no room, kept chunks leave, then a sequence is
+preempted: it gives up its cache and is read again later.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,6 +26,7 @@ from moepack.server.errors import ApiError, failed, not_finite, stopping, too_lo
 from moepack.server.options import UNLIMITED, Limits
 
 from .engine import CacheSlot, Engine, StepInput
+from .fairness import Prompt, claims, gives_way, joins, shares
 from .jobs import Job, JobEvent
 from .packed_cache import NotPackable
 from .prefixes import CHUNK, chunk_keys
@@ -58,6 +61,8 @@ class _Sequence:
     """The state of one job."""
 
     job: Job
+    request: int  # number of its client request, in the order of arrival
+    number: int  # its own number, in the order of arrival
     tokens: list[int]  # token ids of the prompt and of the answer so far
     pieces: Pieces
     stops: Stops
@@ -66,7 +71,7 @@ class _Sequence:
     keys: tuple[bytes, ...] = ()  # the prompt's `chunk_keys`; none if all of it must be read
     cached: int = 0  # tokens of the prompt that were taken from kept chunks
     made: int = 0  # tokens generated
-    served: int = 0  # the step that the sequence last decoded in, as `Turns` counts
+    served: int = 0  # the step that last read a token of it
     shown: int = 0  # characters of the answer that were posted
     decoded: int = 0  # characters of the answer so far
     # Scored tokens not posted yet, each with the position where its text begins.
@@ -77,6 +82,17 @@ class _Sequence:
     def left(self) -> int:
         """Number of tokens that are not in the cache yet."""
         return len(self.tokens) - (self.slot.length if self.slot is not None else 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the next token comes after reading the last one, and not a prompt."""
+        return self.left <= 1 and self.made > 0
+
+    @property
+    def soon(self) -> int:
+        """Tokens of cache that the sequence soon takes beyond those it has."""
+        ahead = min(HEADROOM, self.job.max_tokens - self.made)
+        return ahead if self.slot and self.slot.length else ahead + len(self.tokens)
 
 
 class Scheduler:
@@ -92,10 +108,12 @@ class Scheduler:
         self._engine = engine
         self._tokens = tokens
         self._post = post
-        self._arrived: deque[_Sequence] = deque()
-        self._waiting: deque[_Sequence] = deque()
+        self._arrived: list[_Sequence] = []
+        self._waiting: list[_Sequence] = []  # by number
         self._running: list[_Sequence] = []
         self._events: list[tuple[Job, JobEvent]] = []
+        self._requests = itertools.count()
+        self._numbers = itertools.count()
         self._condition = threading.Condition()
         self._closing = self._dropping = False
         self._token_limit = limits.step_tokens  # tokens of the next pass; fewer after the budget refused one
@@ -158,14 +176,17 @@ class Scheduler:
         return room if self._engine.holds(context) else self._engine.most_tokens(context) - prompt
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue all jobs, or none if this raises.
+        """Queue all jobs of one client request, or none if this raises.
 
         Raises:
             ApiError: if the queue is full, or the server is stopping.
         """
+        request = next(self._requests)
         arrived = [
             _Sequence(
                 job,
+                request,
+                next(self._numbers),
                 list(job.prompt),
                 Pieces(functools.partial(self._tokens.decode, special=job.shows_special), job.prompt),
                 Stops(job.stops),
@@ -201,8 +222,10 @@ class Scheduler:
             with self._condition:
                 while not (self._arrived or self._waiting or self._running or self._closing):
                     self._condition.wait()
-                self._waiting.extend(self._arrived)
-                self._arrived.clear()
+                arrived = self._arrived
+                self._arrived = []
+                for one in arrived:
+                    self._wait(one)
             if self._closing:
                 self._drop(self._waiting, stopping())
                 if self._dropping:
@@ -224,7 +247,7 @@ class Scheduler:
         if events:
             self._post(events)
 
-    def _drop(self, sequences: list[_Sequence] | deque[_Sequence], error: Exception) -> None:
+    def _drop(self, sequences: list[_Sequence], error: Exception) -> None:
         """End sequences with an error, and empty the list."""
         for one in sequences:
             self._remove(one)
@@ -255,25 +278,35 @@ class Scheduler:
     def _admit(self) -> None:
         if self._crowded and self._running:
             return
-        # Tokens of cache that running sequences will need soon, counted one step ahead and as if the caches were new.
-        joining = [HEADROOM + (0 if s.slot and s.slot.length else len(s.tokens)) for s in self._running]
-        while self._waiting and len(self._running) < self.limits.sequences:
-            one = self._waiting[0]
-            need = len(one.tokens) + min(HEADROOM, one.job.max_tokens - one.made)
-            while self._running and not self._has_room([], [*joining, need], need):
-                if not self._has_room([], [*joining, need], need, kept=False) or not self._engine.evict(one.keys):
-                    return
-            self._waiting.popleft()
+        while self._waiting:
+            one = self._waiting[joins(_requests(self._waiting), _requests(self._running))]
+            if not self._makes_room(one):
+                return
+            self._waiting.remove(one)
             try:
                 if one.sampler is None:
                     mask = one.job.grammar() if one.job.grammar is not None else None
                     one.sampler = Sampler(one.job.sampling, one.job.prompt, self._engine.device, mask)
-                one.slot = self._engine.add(need, one.keys)
+                one.slot = self._engine.add(one.soon, one.keys)
             except Exception as error:
                 self._drop([one], error)
                 continue
-            joining.append(need)
             self._running.append(one)
+
+    def _makes_room(self, one: _Sequence) -> bool:
+        """Evict kept chunks, and preempt others where this one's request runs nothing, until it may join."""
+        while self._running:
+            joining = [s.soon for s in (*self._running, one)]
+            has_place = len(self._running) < self.limits.sequences
+            if has_place and self._has_room([], joining, one.soon):
+                return True
+            fits = has_place and self._has_room([], joining, one.soon, kept=False)
+            if fits and self._engine.evict(one.keys):
+                continue
+            if not claims(one.request, _requests(self._running)):
+                return False
+            self._preempt()
+        return True
 
     def _has_room(
         self, items: Sequence[StepInput], joining: Sequence[int] = (), more: int = 0, kept: bool = True
@@ -285,8 +318,8 @@ class Scheduler:
     def _plan(self) -> list[tuple[_Sequence, StepInput]]:
         """Choose the next inputs.
 
-        Until they fit, evict kept chunks, then keep fewer of theirs, then preempt the youngest sequences. If evicting
-        all chunks would not help, none is evicted.
+        Until they fit, evict kept chunks, then keep fewer of theirs, then preempt sequences. If evicting all chunks
+        would not help, none is evicted.
         """
         # The most chunks of a sequence that are kept
         keeps = 0 if self._refusing else self.limits.step_tokens // CHUNK + 1
@@ -301,41 +334,52 @@ class Scheduler:
                 return planned
             else:
                 self._preempt()
+                self._crowded = True
 
     def _preempt(self) -> None:
-        one = self._running.pop()
+        one = self._running.pop(gives_way(_requests(self._running)))
         self._remove(one)
         if not one.made:  # all of the prompt is read again
             one.cached = 0
             one.prompt.clear()
-        self._waiting.appendleft(one)
-        self._crowded = True
+        self._wait(one)
         self.totals.preempted += 1
 
+    def _wait(self, one: _Sequence) -> None:
+        """Return a sequence to its place in the queue."""
+        bisect.insort(self._waiting, one, key=lambda one: one.number)
+
     def _next_inputs(self, keeps: int) -> list[tuple[_Sequence, StepInput]]:
-        planned = []
-        room = self._token_limit
-        being_read: set[tuple[bytes, ...]] = set()  # chunks that the step reads and keeps, by all keys up to theirs
-        reading = [one for one in self._running if one.left > 1]
+        reading = [one for one in self._running if not one.decodes]
         at_once = None if reading else self._engine.at_once()
-        for one in self.turns.choose(self._decoding(), time.monotonic(), at_once) + reading:
-            if not room or (slot := one.slot) is None:
-                continue
-            taken = min(self._engine.kept_ahead(slot), one.left - 1) if one.left > 1 else 0
-            start = slot.length + taken
-            if start // CHUNK < len(one.keys) and one.keys[: start // CHUNK + 1] in being_read:
-                continue
-            count = min(len(one.tokens) - start, room, SCORED if self._scores(one) else room)
-            end = start + count
-            wanted = count if self._scores(one) else int(end == len(one.tokens))
-            item = StepInput(slot, one.tokens[start:end], wanted, end <= len(one.job.prompt), taken, keeps)
-            planned.append((one, item))
-            room -= count
-            being_read |= {one.keys[: n + 1] for n in self._engine.new_chunks(item)}
+        ready = self.turns.choose(self._decoding(), time.monotonic(), at_once)
+        decode, given = shares(len(ready), [self._prompt(one, keeps) for one in reading], self._token_limit)
+        if decode < len(ready):
+            ready = sorted(ready, key=lambda one: one.served)[:decode]
+        planned = [(one, self._input(one, 1, keeps)) for one in ready]
+        planned += [(reading[n], self._input(reading[n], count, keeps)) for n, count in given]
         return planned
 
+    def _prompt(self, one: _Sequence, keeps: int) -> Prompt:
+        """What a sequence has yet to read."""
+        item = self._input(one, one.left, keeps)
+        left = len(item.tokens)
+        number = item.start // CHUNK
+        chunk = one.keys[: number + 1] if number in self._engine.new_chunks(item) else None
+        return Prompt(one.request, left, SCORED if self._scores(one) else left, chunk)
+
+    def _input(self, one: _Sequence, count: int, keeps: int) -> StepInput:
+        """Return the next tokens of a sequence, at most `count`, beyond those that are kept."""
+        slot = one.slot
+        assert slot is not None
+        taken = min(self._engine.kept_ahead(slot), one.left - 1) if one.left > 1 else 0
+        start = slot.length + taken
+        end = min(start + count, len(one.tokens))
+        wanted = end - start if self._scores(one) else int(end == len(one.tokens))
+        return StepInput(slot, one.tokens[start:end], wanted, end <= len(one.job.prompt), taken, keeps)
+
     def _decoding(self) -> list[_Sequence]:
-        return [one for one in self._running if one.left <= 1]
+        return [one for one in self._running if one.decodes]
 
     def _scores(self, one: _Sequence) -> bool:
         return one.job.wants_prompt and len(one.prompt) < len(one.job.prompt)
@@ -355,7 +399,7 @@ class Scheduler:
         except NotPackable:
             for one in self._running:  # from now on each sequence has passes of its own, and is read again
                 one.slot = None
-            self._waiting.extendleft(reversed(self._running))
+                self._wait(one)
             self._running.clear()
             return
         except Exception as error:
@@ -370,10 +414,12 @@ class Scheduler:
         self._error = None
         self._crowded = self._refusing = False
         self.totals.steps += 1
+        for one, _ in planned:
+            one.served = self.totals.steps
         if not any(item.is_prompt for _, item in planned):
             seconds = time.monotonic() - began
             waited = self._engine.waited() - waited
-            self.turns.record([one for one, _ in planned], ready, seconds, waited)
+            self.turns.record(len(planned), ready, seconds, waited)
         for (one, item), logits, token in zip(planned, out, likeliest, strict=True):
             if item.is_prompt and not one.made:
                 self.totals.prompt_tokens += len(item.tokens)
@@ -409,6 +455,7 @@ class Scheduler:
             self._token_limit = max(len(planned), read // 2)
         elif len(self._running) > 1:
             self._preempt()
+            self._crowded = True
         else:
             self._drop([self._running.pop()], too_long(str(error)))
 
@@ -480,3 +527,7 @@ class Scheduler:
         self._remove(one)
         self.totals.finished += 1
         self._events.append((one.job, JobEvent(text, tokens, prompt, why, one.stops.found, None, one.made, one.cached)))
+
+
+def _requests(sequences: Sequence[_Sequence]) -> list[int]:
+    return [one.request for one in sequences]

@@ -24,7 +24,9 @@ TURN = (2.0, 8.0)
 class Turning(Protocol):
     """A sequence."""
 
-    served: int  # the step that it last decoded in
+    @property
+    def served(self) -> int:
+        """The step that last served it."""
 
 
 One = TypeVar("One", bound=Turning)
@@ -37,7 +39,6 @@ class Turns(Generic[One]):
         self.most: int | None = None  # sequences that decode in one step; None for all
         self._mine: list[One] = []
         self._ends = 0.0  # when the turn does
-        self._step = 0
         # of this window
         self._tokens = 0
         self._steps = 0
@@ -69,19 +70,16 @@ class Turns(Generic[One]):
         self._mine = mine + others[: self.most - len(mine)]
         return list(self._mine)
 
-    def record(self, decoded: Sequence[One], ready: int, seconds: float, waited: float) -> None:
+    def record(self, decoded: int, ready: int, seconds: float, waited: float) -> None:
         """Count a step that read no prompt.
 
         Args:
-            decoded: the sequences that it served.
+            decoded: how many sequences it served.
             ready: how many could have decoded.
             seconds: the step's time.
             waited: those of them that it waited for experts' bytes.
         """
-        self._step += 1
-        for one in decoded:
-            one.served = self._step
-        self._tokens = self._tokens + len(decoded)
+        self._tokens = self._tokens + decoded
         self._steps = self._steps + 1
         self._seconds = self._seconds + seconds
         self._waited = self._waited + waited

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -91,6 +91,7 @@ class Server:
             Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {ApiError: _refusal, HTTPException: _http_error, Exception: _failure}
+        handlers |= {Gone: _left, ClientDisconnect: _left}
         inner = Starlette(routes=routes, exception_handlers=handlers)
         known = {route.path for route in routes}
         self.app = Guard(self._counted(inner, known), options.keys, options.host)
@@ -289,7 +290,10 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     return refusal(ApiError(error.status_code, str(error.detail)), request.scope["path"], error.headers)
 
 
+async def _left(request: Request, error: Exception) -> Response:
+    """Answer nobody: as a failure, a client that leaves would cost a traceback in the log."""
+    return Response(status_code=499)
+
+
 async def _failure(request: Request, error: Exception) -> Response:
-    if isinstance(error, Gone):
-        return Response(status_code=499)
     return refusal(failed("this server failed on the request"), request.scope["path"])

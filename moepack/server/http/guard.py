@@ -82,6 +82,11 @@ class Guard:
         )
 
 
+def patient(most: int) -> type[Patient]:
+    """Return a protocol of its own for one server, which holds so many connections."""
+    return type("Patient", (Patient,), {"most": most, "idle": {}})
+
+
 def shared(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """Let pages of these origins (`https://host`, or `*` for all) read answers; without any, no page may."""
     if not origins:
@@ -162,14 +167,45 @@ async def body(request: Request, most: int) -> bytes:
     return bytes(found)
 
 
-class Patient(H11Protocol):
-    """uvicorn's protocol with a time limit for headers."""
+class Bounded:
+    """ASGI middleware: refuse requests beyond the most that are open at a time, but for those that need no key."""
 
+    def __init__(self, app: ASGIApp, most: int) -> None:
+        self._app = app
+        self._most = most
+        self._open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it (ASGI)."""
+        if scope["type"] == "http" and scope["path"] not in OPEN and self._open >= self._most:
+            why = f"{self._most} requests are open: try again later"
+            await refusal(ApiError(503, why, None, "too_many_connections"), scope["path"])(scope, receive, send)
+            return
+        self._open += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._open -= 1
+
+
+class Patient(H11Protocol):
+    """uvicorn's protocol with a time limit for headers, and with room for those who have something to ask.
+
+    Beyond `most` connections the one that has had no request for longest is closed for each new one.
+    """
+
+    most: int
+    idle: dict[Patient, None]  # connections without a request, the longest idle first
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Start the time limit for a new connection."""
         super().connection_made(transport)
+        if len(self.connections) > self.most and self.idle:
+            longest = next(iter(self.idle))
+            del self.idle[longest]
+            longest.transport.close()
+        self.idle[self] = None
         self._late = self.loop.call_later(HEADERS, transport.close)
 
     def data_received(self, data: bytes) -> None:
@@ -177,12 +213,20 @@ class Patient(H11Protocol):
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._heard()
+            self.idle.pop(self, None)
         elif self._late is None:
             self._late = self.loop.call_later(HEADERS, self.transport.close)
+
+    def on_response_complete(self) -> None:
+        """Note that the connection has no request, unless the next one came already."""
+        super().on_response_complete()
+        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+            self.idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the time limit of a closed connection."""
         self._heard()
+        self.idle.pop(self, None)
         super().connection_lost(exc)
 
     def _heard(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import time
@@ -242,3 +243,51 @@ def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> 
     headers = [(b"authorization", b"Bearer nope"), (b"host", b"any")]
     scope = {"type": "http", "path": "/live", "raw_path": b"/live", "query_string": b"", "headers": headers}
     assert asked._refused(scope) is not None and seen == [(b"nope", b"key"), (b"nope", b"more")]
+
+
+def test_idle_connections_make_room(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more than there may be, which send nothing: others are answered, and few are left open."""
+    kinds = guard.Patient.__subclasses__()
+    for kind in kinds:
+        monkeypatch.setattr(kind, "most", 20)
+    with contextlib.ExitStack() as held:
+        for _ in range(200):
+            held.enter_context(socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE))
+        assert answered(running, None, "/health")[0] == 200
+        assert answered(running, json.dumps(HONEST).encode())[0] == 200
+        assert max(len(kind.idle) for kind in kinds) <= 21
+
+
+def test_requests_beyond_the_most_are_refused_as_json() -> None:
+    """But for /health; and others come again once one has ended."""
+    said: list[Any] = []
+
+    async def send(message: Any) -> None:
+        said.append(message)
+
+    async def run() -> None:
+        ends = asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await ends.wait()
+
+        bounded = guard.Bounded(app, 1)
+        scope = {"type": "http", "path": "/v1/completions"}
+        first = asyncio.create_task(bounded(scope, None, send))  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+        await bounded(scope, None, send)  # type: ignore[arg-type]
+        health = asyncio.create_task(bounded({**scope, "path": "/health"}, None, send))  # type: ignore[arg-type]
+        ends.set()
+        await asyncio.gather(first, health)
+        await bounded(scope, None, send)  # type: ignore[arg-type]
+
+    asyncio.run(run())
+    assert [message.get("status") for message in said] == [503, None]
+    assert json.loads(said[1]["body"])["error"]["code"] == "too_many_connections"
+
+
+def test_a_client_that_leaves_within_its_upload(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE) as peer:
+        peer.sendall(POST + b'Content-Length: 1000\r\n\r\n{"mod')
+    assert answered(running, json.dumps(HONEST).encode())[0] == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

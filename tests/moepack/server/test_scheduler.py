@@ -5,142 +5,20 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import torch
+from arithmetic import WORDS, Bench, Machine, expected
 from live_models import wait_for
-from support import PATIENCE
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching import scheduler, turns
 from moepack.server.batching.engine import CacheSlot, StepInput
-from moepack.server.batching.jobs import Job, JobEvent
+from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.packed_cache import NotPackable
-from moepack.server.batching.scheduler import SCORED, Scheduler
+from moepack.server.batching.scheduler import SCORED
 from moepack.server.errors import ApiError
 from moepack.server.options import Limits, Sampling
-
-WORDS = 50
-
-
-class Words:
-    """A tokenizer: token n is "n "."""
-
-    def decode(self, tokens: list[int], special: bool = False) -> str:
-        return "".join(f"{t} " for t in tokens)
-
-
-@dataclass
-class Machine:
-    """An engine whose next token is the sum of all tokens before, so that a lost or doubled one shows."""
-
-    room: int = 1 << 30  # tokens of all caches together
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    passes: list[list[tuple[int, int]]] = field(default_factory=list)  # (tokens, length before) of every item
-    caches: dict[int, list[int]] = field(default_factory=dict)
-    most_held: int = 0
-    before: Callable[[list[StepInput]], None] = lambda items: None
-    gate: threading.Event | None = None
-    most_kept = 0
-    at_once: Callable[[], int | None] = lambda: None  # sequences of a decoding pass
-    seconds: float = 0.0  # that passes waited for experts
-    kept: int = 0  # tokens of kept chunks, of prompts that nobody asks for
-
-    def waited(self) -> float:
-        return self.seconds
-
-    def kept_ahead(self, slot: CacheSlot) -> int:
-        return 0
-
-    def new_chunks(self, item: StepInput) -> range:
-        return range(0)
-
-    def kept_tokens(self, items: Any = ()) -> int:
-        return self.kept
-
-    def evict(self, spared: Any = ()) -> bool:
-        self.kept -= 64 * (evicted := self.kept > 0)
-        return evicted
-
-    def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
-        slot = CacheSlot()
-        slot.cache = slot
-        self.caches[id(slot)] = []
-        return slot
-
-    def remove(self, slot: CacheSlot) -> None:
-        self.caches.pop(id(slot), None)
-        slot.length = 0
-
-    def held(self) -> int:
-        return sum(len(tokens) for tokens in self.caches.values())
-
-    def fits(self, items: Any, joining: Any = (), kept: bool = True) -> bool:
-        return self.held() + sum(len(i.tokens) for i in items) + sum(joining) + self.kept * kept <= self.room
-
-    def holds(self, tokens: int) -> bool:
-        return tokens <= self.room
-
-    def most_tokens(self, most: int) -> int:
-        return min(most, self.room)
-
-    def run(self, items: list[StepInput]) -> list[Any]:
-        if self.gate is not None:
-            self.gate.wait(PATIENCE)
-        self.before(items)
-        self.passes.append([(len(i.tokens), i.slot.length) for i in items])
-        out = []
-        for item in items:
-            cache = self.caches[id(item.slot)]
-            assert len(cache) == item.slot.length
-            rows = []
-            for token in item.tokens:
-                cache.append(token)
-                rows.append(torch.nn.functional.one_hot(torch.tensor(sum(cache) % WORDS), WORDS).float() * 9)
-            item.slot.length += len(item.tokens)
-            out.append(torch.stack(rows[-item.wanted :]) if item.wanted else None)
-        self.most_held = max(self.most_held, self.held())
-        return out
-
-
-def expected(prompt: list[int], count: int) -> str:
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(sum(tokens) % WORDS)
-    return Words().decode(tokens[len(prompt) :])
-
-
-@dataclass
-class Bench:
-    """A scheduler over a machine, and its events."""
-
-    machine: Machine
-    limits: Limits
-    events: list[list[JobEvent]] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.machine, Words(), self.limits, self._post)  # type: ignore[arg-type]
-        self.scheduler.start()
-
-    def _post(self, events: list[tuple[Job, JobEvent]]) -> None:
-        for job, event in events:
-            job.tell(event)
-
-    def ask(self, prompt: list[int], count: int, **more: Any) -> list[JobEvent]:
-        mine: list[JobEvent] = []
-        job = Job(prompt, count, more.pop("sampling", Sampling(temperature=0)), mine.append, **more)
-        self.scheduler.submit([job])
-        self.jobs.append(job)
-        self.events.append(mine)
-        return mine
-
-    def ended(self) -> None:
-        left = [events for job, events in zip(self.jobs, self.events, strict=True) if not job.cancelled]
-        wait_for(lambda: all(e and (e[-1].finish or e[-1].error) for e in left))
 
 
 @pytest.fixture

@@ -33,13 +33,16 @@ def shared(count: int) -> tuple[float, float]:
 def run(turns: Turns[Text], texts: list[Text], costs: Costs, seconds: float) -> dict[Text, list[float]]:
     """Take steps for so long, and return when each text was served."""
     now, served = 0.0, {text: [0.0] for text in texts}
-    while now < seconds:
+    for step in itertools.count(1 + max(text.served for text in texts)):
+        if now >= seconds:
+            break
         mine = turns.choose(texts, now)
         assert mine and len(set(mine)) == len(mine) and set(mine) <= set(texts)
         took, waited = costs(len(mine))
         now += took
-        turns.record(mine, len(texts), took, waited)
+        turns.record(len(mine), len(texts), took, waited)
         for text in mine:
+            text.served = step
             served[text].append(now)
     return served
 
@@ -91,8 +94,8 @@ def test_a_turn_lasts_and_its_places_are_filled() -> None:
     turns.most = 2
     first = turns.choose(texts, 0)
     assert first == texts[:2] and turns.choose(texts, TURN[1] - 0.1) == first
-    turns.record(first, 5, 1, 1)
+    first[0].served = first[1].served = 1
     assert turns.choose(texts[1:], 1) == [texts[1], texts[2]]
-    turns.record(texts[1:3], 4, 1, 1)
+    texts[1].served = texts[2].served = 2
     assert turns.choose(texts[1:], TURN[1] + 1) == [texts[3], texts[4]]
     assert turns.choose(texts[:2], 20) == texts[:2]

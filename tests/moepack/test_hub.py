@@ -366,7 +366,7 @@ def test_a_budget_chooses_what_is_fetched(client: Client, bundle: Path, tmp_path
     client.hub.requests.clear()
     assert json.loads(ok(client.pull(tmp_path / "got", "--fit", str(least), "--json")))["versions"] == ["w1"]
     assert {p.split("/")[-2] for m, p in client.hub.requests if "/experts/" in p} == {"w1"}
-    refused(client.pull(tmp_path / "none", "--fit", "1MB"), f"the least that would do is {least} bytes")
+    refused(client.pull(tmp_path / "none", "--fit", "1000000"), f"the least that would do is {least} bytes")
     assert not (tmp_path / "none").exists()
 
 

@@ -118,8 +118,8 @@ def test_the_most_that_is_kept_of_prompts(given: str | None, wanted: int | None,
     ("given", "words"),
     (
         ({"prefix_cache": "on"}, "size 'on' is not a number of bytes"),
-        ({"system_messages": "drop"}, "--system-messages drop is unknown: it is join, keep, refuse"),
-        ({"generation_config": "vllm"}, "--generation-config vllm is unknown: it is auto or none"),
+        ({"system_messages": "drop"}, "system_messages drop is unknown: it is join, keep, refuse"),
+        ({"generation_config": "vllm"}, "generation_config vllm is unknown: it is auto or none"),
     ),
 )
 def test_options_that_are_unknown(given: dict[str, Any], words: str, bundle: Path) -> None:

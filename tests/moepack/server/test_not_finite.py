@@ -24,13 +24,13 @@ from support import cli
 import moepack
 from moepack.generation import Session
 from moepack.pack.errors import NotFiniteError
-from moepack.reports import evaluate
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.reducers import GATES, RouterOutput
 from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.sampling import NEVER, NONE, Sampler, draw, likeliest_of, scored
 from moepack.server.options import Sampling
+from moepack.shared import opening
 
 NAN, INF = float("nan"), float("inf")
 LAYER = 1  # so that what a prompt's first token makes of it reaches the last one
@@ -266,7 +266,7 @@ def test_transformers_own_generate_raises(how: str, twin: Any, cause: Cause) -> 
 
 def test_eval_names_window_and_policy(bundle: Path, evaluation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A perplexity of NaN was printed as a result."""
-    hurt_when_loaded(monkeypatch, evaluate)
+    hurt_when_loaded(monkeypatch, opening)
     code, out, err = cli(
         "eval", bundle, "--data", evaluation, "--samples", "2", "--length", "64", "--policy", "static:bf16"
     )

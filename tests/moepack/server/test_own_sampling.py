@@ -57,5 +57,5 @@ def test_flags_go_before_the_file() -> None:
     assert flags.over(own) == Sampling(**{**OWN, "top_k": 5}, seed=3)  # type: ignore[arg-type]
     without = SamplingFlags(0.7, generation_config="none")
     assert without.own(FILE) == {} and without.over({}) == Sampling(temperature=0.7, seed=0)
-    with pytest.raises(InputError, match="--generation-config x is unknown"):
+    with pytest.raises(InputError, match="generation_config x is unknown"):
         SamplingFlags(0.7, generation_config="x")

@@ -191,8 +191,8 @@ def test_what_cannot_be_served_is_refused_by_name(bundle: Path) -> None:
         ("hotnes", "5MB", None, "policy 'hotnes' is unknown.*did you mean hotness"),
         ("prefill", None, None, "prefill: needs a memory budget"),
         ("importance:hi=w9", "5MB", None, "no version 'w9'"),
-        ("uniform", str(tight), None, f"{HELD} tokens of KV cache are held back.*--kv-tokens"),
-        ("uniform", str(tight), 0, "holds 0 tokens of a sequence: give --kv-tokens"),
+        ("uniform", str(tight), None, f"{HELD} tokens of KV cache are held back.*kv_tokens"),
+        ("uniform", str(tight), 0, "holds 0 tokens of a sequence: give kv_tokens"),
     ):
         with pytest.raises(InputError, match=words):
             options = LoadOptions(policy=policy, device_memory=memory, kv_tokens=held)

@@ -48,7 +48,7 @@ class NativeWeight:
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where the rows of a matrix come from: of each source in turn, the places that its rows have in the matrix."""
+    """The sources of a matrix's rows: for each source in turn, the row numbers in the matrix."""
 
     sources: tuple[tuple[str, Encoded], ...]  # the checkpoint's weights, with only the experts of the matrix
     places: tuple[Tensor, ...]  # for each source, int64: row r of it is row places[r] of the matrix, experts counted

@@ -139,7 +139,7 @@ forget = _direct_limits.cache_clear  # after this call, limits are read from the
 
 
 def defaults() -> dict[str, int]:
-    """The limits that are used without measurements."""
+    """Return the limits to use when this machine was not measured."""
     native = library()
     here = {"amx": BESIDE_AMX, "avx2": WITH_AVX2}
     return DEFAULTS | ({} if native is None else here.get(native.LEVELS[native.level], {}))

@@ -258,7 +258,7 @@ class LiveOptions:
 
     @property
     def layers_held(self) -> int:
-        """With `on_demand`, of how many consecutive layers memory must hold all experts at the best placement."""
+        """For `on_demand`: number of consecutive layers whose experts must all fit in memory at the best placement."""
         return 1
 
     @property

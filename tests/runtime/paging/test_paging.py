@@ -255,7 +255,7 @@ def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: P
 
 def test_a_load_that_is_given_up_leaves_nothing(bundle: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coded copy that is on its way when its expert is needed is waited for, and then decoded."""
-    model = paged(bundle, "alpha=0.01,interval=0", 2_500_000)
+    model = paged(bundle, "alpha=0.01,interval=0,ahead=no", 2_500_000)
     live = model.moepack.manager
     key = next(k for k in live.residency.entries if k[0] == 1 and live.residency.source_of(k) is None)
     began: list[object] = []

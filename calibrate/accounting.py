@@ -56,7 +56,7 @@ RULES: tuple[tuple[str, str, Callable[[Shape], bool]], ...] = (
 
 @dataclass
 class Ledger:
-    """Where each of a checkpoint's weights goes, by its name in a checkpoint that is not quantised."""
+    """Maps each weight of a checkpoint, by its name in the unquantised checkpoint, to its place in the model."""
 
     # Parameter -> the weights that it is made of. Several parameters made at once stand here as the first of them.
     targets: dict[str, list[str]] = field(default_factory=dict)

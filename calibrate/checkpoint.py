@@ -138,7 +138,7 @@ class Checkpoint:
         return _same_bytes(self._stored(weight), self._stored(other))
 
     def is_zero(self, weight: str) -> bool:
-        """Whether a weight that is not encoded has no bit set; without the files it is taken to have none."""
+        """Return whether all bits of an unencoded weight are 0. Without the checkpoint's files, return True."""
         return not self.here or (weight not in self.encoded and not self._stored(weight).read().any())
 
     def untied(self) -> Checkpoint:

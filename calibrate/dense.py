@@ -87,7 +87,7 @@ class DenseMoments:
     tokens: int  # tokens that went through the part
 
     def of(self, module: str) -> tuple[Tensor, Tensor]:
-        """The moments that a matrix learns from, and those it is measured on."""
+        """Return the moments that a matrix is fitted to, and the moments that its error is measured on."""
         return self.learn[self.group[module]], self.held[self.group[module]]
 
 

@@ -50,7 +50,7 @@ class _HeadReached(Exception):
 
 @dataclass(frozen=True)
 class Observation:
-    """What reached a layer's experts, tokens in the order of the windows."""
+    """The inputs and routing of a layer's experts, with tokens in the order of the windows."""
 
     inputs: Tensor  # [tokens, hidden], in the model's compute dtype
     experts: Tensor  # int32 [tokens, top_k], the experts that the router chose; a number past the last: none
@@ -214,12 +214,12 @@ class CalibrationPass:
         raise NotFiniteError(f"{self._stream.checkpoint.name}: {what}", f"is {value:g} {at}: {_remedy(self._dtype)}")
 
     def kept(self) -> dict[str, Tensor]:
-        """All that goes into the next layer, by name: the activations of each batch, and what layers pass on."""
+        """Return the next layer's inputs by name: each batch's activations, and other values that layers pass on."""
         out = {f"{i:06d}": hidden for i, hidden in enumerate(self.hidden)}
         return out | {f"{i:06d}.{n}": x for i, passed in enumerate(self._passed) for n, x in passed.named().items()}
 
     def restore(self, kept: Iterable[tuple[str, Tensor]]) -> None:
-        """Take up the items of an earlier `kept`, sorted by name, as what goes into the next layer."""
+        """Use items that `kept` returned earlier, sorted by name, as the next layer's inputs."""
         self.hidden = []
         self._passed = [Passed() for _ in self._batches]
         for name, tensor in kept:
@@ -247,7 +247,8 @@ class CalibrationPass:
                 self._through(index, i)
 
     def head_inputs(self, batch: int) -> Tensor:
-        """What the output projection reads of a batch after all layers, [batch, length, hidden_size] on the device.
+        """Return the output projection's inputs for a batch after all layers, [batch, length, hidden_size] on the
+        device.
 
         The part outside the layers must be loaded.
         """

@@ -53,7 +53,7 @@ def mapped(path: Path, offset: int, shape: Sequence[int], dtype: torch.dtype) ->
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor lies in a file."""
+    """Return whether a tensor's data is mapped from a file."""
     return _mapping(tensor) is not None
 
 

@@ -48,7 +48,7 @@ class NativeWeight:
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """Where the rows of a matrix come from: of each source in turn, the places that its rows have in the matrix."""
+    """The sources of a matrix's rows: for each source in turn, the row numbers in the matrix."""
 
     sources: tuple[tuple[str, Encoded], ...]  # the checkpoint's weights, with only the experts of the matrix
     places: tuple[Tensor, ...]  # for each source, int64: row r of it is row places[r] of the matrix, experts counted
@@ -178,7 +178,7 @@ def row_places(
     order = (got.mT if transposed else got)[..., 0]
     places = torch.argsort(order.flatten())
     if not torch.equal(order.flatten()[places], torch.arange(total)):
-        raise InputError(f"{name}: {parameter} is not the rows of its weights in another order: not supported")
+        raise InputError(f"{name}: {parameter} is not a reordering of its weights' rows, which is not supported")
     ends = [*list(begins.values())[1:], total]
     return tuple(order.shape), tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
 

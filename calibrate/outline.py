@@ -24,7 +24,7 @@ from .released.find import read_scheme
 
 @dataclass(frozen=True)
 class Outline:
-    """A checkpoint of which shapes are known."""
+    """A checkpoint's configuration and tensor shapes, without its weights."""
 
     checkpoint: Checkpoint  # its files need not be there
     native: Version | None  # the version that keeps its experts as released; None where its tensors tell
@@ -33,7 +33,7 @@ class Outline:
 
 
 def open_outline(name: str | Path, revision: str | None = None) -> Outline | None:
-    """The outline of a model directory or a Hub model; None if its weights are here, for `open_checkpoint`.
+    """Return the outline of a model directory or Hub model, or None if its weights are here (use `open_checkpoint`).
 
     Raises InputError for a configuration, an index or a header that a build would refuse, and where the Hub cannot be
     reached.

@@ -178,7 +178,7 @@ class Skeleton:
         return sum(self._bytes.get(part, {}).values())
 
     def file_bytes(self, part: int | None) -> int:
-        """Bytes of a part that lie on disk if `experts_in` is set: the experts' matrices."""
+        """Return the bytes of a part's expert matrices, which are on disk if `experts_in` is set."""
         if part is None or not self.expert_ranges(part):
             return 0
         sizes = self._bytes[part]
@@ -227,7 +227,7 @@ class Skeleton:
 
     @property
     def mtp_loading_bytes(self) -> int:
-        """Upper bound of the bytes that reading MTP layers takes: tensors, mapped pages, and a tensor's decoding."""
+    """Upper bound of the bytes allocated while reading MTP layers: tensors, mapped pages, one decoded tensor."""
         largest = max((self.checkpoint.weight_bytes(name) for name in self.mtp), default=0)
         return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
 

@@ -274,7 +274,9 @@ class StreamedModel(Skeleton):
 
     @cached_property
     def dense_versions(self) -> Mapping[str, Version]:
-        """The version that keeps a Linear's weight as the checkpoint has it, by module, of those that one keeps."""
+        """Map each Linear to the version that keeps its weight as the checkpoint stores it; leave out Linears without
+        one.
+        """
         out: dict[str, Version] = {}
         for name, module in self.model.named_modules() if self.checkpoint.encoded else ():
             parts = self._dense_parts(name) if type(module) is torch.nn.Linear else None
@@ -414,7 +416,7 @@ class LazyWeights:
         return _LazyWeight(self, name, part)
 
     def reader(self, part: range | None = None) -> Callable[[str], Tensor]:
-        """What reads a tensor of the checkpoint by its name; `part` is a range of its first axis."""
+        """Return a function that reads a tensor of the checkpoint by name; `part` is a range of the first axis."""
         at = ... if part is None else slice(part.start, part.stop)
         return lambda name: self._slice(name)[at]
 

@@ -107,7 +107,7 @@ class Recording:
         self._stores: list[object] = []
 
     def layer(self, index: int, hidden: Tensor, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        """Record a layer's call; return what stands for its outputs."""
+        """Record a layer's call, and return placeholders for the layer's outputs."""
         if index != self._layers:
             raise Unsupported("run more than once, or in another order, for a token")
         self._layers += 1
@@ -187,7 +187,7 @@ class Program:
             self._last |= {x.node: i for x in tree_iter(rest) if isinstance(x, Ref)}
 
     def between(self, layer: int) -> range:
-        """The steps from a layer to the next; none after the last layer, which the model itself goes on from."""
+        """Return the steps between a layer and the next one; no steps after the last layer."""
         return range(self.at[layer] + 1, self.at[layer + 1]) if layer + 1 < len(self.at) else range(0)
 
     def needed(self, values: Values, layer: int) -> Values:
@@ -201,7 +201,7 @@ class Program:
 
 
 class Passed:
-    """What one batch passes on beside hidden states: values by node, and what layers have put into mappings."""
+    """Values other than hidden states that layers pass on for one batch: by node, and by mapping."""
 
     def __init__(self) -> None:
         self.values: Values = {}
@@ -232,7 +232,7 @@ class Passed:
         return tree_map(real, recorded), stores
 
     def fill(self, stores: Mapping[int, Filled]) -> None:
-        """Keep what a layer has put into the mappings of `resolve`, on the CPU."""
+        """Copy to the CPU the values that a layer has written into the mappings of `resolve`."""
         for number, store in stores.items():
             self.stores[number] = {k: tuple(t.to("cpu") for t in v) for k, v in store.items()}
 
@@ -244,7 +244,7 @@ class Passed:
         return out
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Take up one tensor of `named`; those of a mapping's key in their order."""
+        """Store one tensor of `named`. Tensors of the same mapping key must be put in their order."""
         number, _, rest = name.partition(".")
         if not rest:
             self.values[int(number)] = tensor

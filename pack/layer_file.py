@@ -174,5 +174,5 @@ class LayerFile:
         return end - begin
 
     def offset(self, number: int) -> int:
-        """Where an extent begins in the file, in bytes."""
+        """Return an extent's offset in the file, in bytes."""
         return self._spans[number][0]

@@ -74,7 +74,7 @@ def wide_rows(rows: int) -> int:
 
 
 def experts_at_once(rows: int, cols: int, widths: int, experts: int, device: str = "cpu") -> int:
-    """How many of `experts` matrices one batch holds."""
+    """Return how many of `experts` matrices fit in one batch."""
     rows = wide_rows(rows)
     most = BATCH_BYTES.get(device, 1 << 30) / working_bytes(rows, cols, widths)
     return min(experts, max(1, int(most), min(LANES // (rows * widths), int(NARROW * most))))

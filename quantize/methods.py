@@ -109,7 +109,7 @@ def named() -> tuple[str, ...]:
 
 
 def numbered() -> tuple[str, ...]:
-    """The names by their numbers in loss tables; number 0 stands for lossless versions."""
+    """Map the numbers in loss tables to method names; 0 means a lossless version."""
     return ("none", *(m.name for m in METHODS))
 
 

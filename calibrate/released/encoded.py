@@ -173,7 +173,7 @@ class Encoded:
         return tuple(raw.shape[: len(self.shape) - 2])
 
     def outer(self, get: Get) -> Tensor | None:
-        """What all values of a row are multiplied by, float32 [..., rows, 1]; None unless the encoding has it."""
+        """Return the factor of each row, float32 [..., rows, 1], or None if the encoding has none."""
         import torch
 
         if self.outer_in is None:

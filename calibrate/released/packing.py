@@ -36,7 +36,7 @@ def pack(codes: Tensor, bits: int, words: dtype) -> Tensor:
 
 
 def recast(tensor: Tensor, dtype: dtype) -> Tensor:
-    """A tensor's bits as another dtype, of which a row has as many as fill its bytes."""
+    """Return a view of a tensor as another dtype; the last dimension changes so that a row keeps its bytes."""
     tensor = tensor.contiguous()
     flat = tensor.as_strided((tensor.numel(),), (1,))  # an axis of one element may have a stride that `view` refuses
     return flat.view(dtype).view(*tensor.shape[:-1], -1)

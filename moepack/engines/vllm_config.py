@@ -23,7 +23,7 @@ if not hasattr(QuantizationConfig, "get_checkpoint_weight_mapper"):  # vLLM's lo
 
 
 class BundleTensors(WeightsMapper):  # type: ignore[misc]
-    """In place of the tensors that vLLM reads, a bundle's own, under the names to which `mapper` maps them.
+    """Gives vLLM a bundle's tensors, under the names that `mapper` gives, in place of the files that vLLM would read.
 
     vLLM reads every file of tensors beside config.json, calibration tables too, and none of the folders below it.
     """

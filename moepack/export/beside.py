@@ -38,7 +38,7 @@ def identity(bundle: Bundle) -> str:
 
 
 def libraries(*names: str) -> dict[str, str]:
-    """The versions of what the bytes of an export depend on: moepack, transformers, and others by name."""
+    """Return the versions of the libraries that determine an export's bytes: moepack, transformers, and `others`."""
     found = {"moepack": __version__}
     for name in ("transformers", *names):
         with contextlib.suppress(metadata.PackageNotFoundError):  # one that was not installed as a package
@@ -47,7 +47,7 @@ def libraries(*names: str) -> dict[str, str]:
 
 
 def own_config(bundle: Bundle) -> JsonObject:
-    """The model's config.json without what it says of moepack; its digest is checked."""
+    """Return the model's config.json without moepack's entries, after checking its digest."""
     bundle.check("config.json")
     config: JsonObject = json.loads((bundle.path / "config.json").read_text())
     for part in (config, config.get("text_config")):
@@ -57,7 +57,7 @@ def own_config(bundle: Bundle) -> JsonObject:
 
 
 def copy_others(bundle: Bundle, work: ExportDirectory, config: Mapping[str, object]) -> None:
-    """Copy the bundle's other files, and write config.json, without which what a killed export leaves is no model."""
+    """Copy the bundle's other files, then write config.json last, so that a killed export is not taken for a model."""
     for name in bundle.manifest.files:
         if name not in _NOT_COPIED and not name.endswith(".safetensors"):
             shutil.copyfile(bundle.path / name, work.path(ExportDirectory.FILES, name))

@@ -38,7 +38,7 @@ class SafetensorsTarget(Target):
         return {piece.name: piece.cut(values.bias if piece.bias else values.weight)}
 
     def config(self, job: ExportJob) -> dict[str, object]:
-        """What config.json says more than the model's own."""
+        """Return the entries to add to the model's config.json."""
         return {}
 
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:

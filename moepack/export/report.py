@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What a conversion that rounds has lost of the version that it was made from."""
+    """The error of a conversion that rounds, relative to the version that it was made from."""
 
     mix: str  # its name
     error: dict[str, float]  # by kind of matrix: the squared error of the weights over their squares

@@ -120,7 +120,7 @@ class Target(ABC):
         """
 
     def lost(self, job: ExportJob, paths: list[Path], reporter: Reporter) -> Lost | None:
-        """What the files, which have been written, have lost of their versions; None where nothing was rounded."""
+        """Return the rounding error of the written files relative to their versions, or None if nothing was rounded."""
         return None
 
 

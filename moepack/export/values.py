@@ -86,7 +86,7 @@ class Values:
 
     @cached_property
     def turned_words(self) -> Tensor:
-        """The same, turned: int32 [n, rows]. Sixteen rows of a word lie together in a bundle: they are copied so."""
+        """Return `words` transposed, int32 [n, rows]. A bundle stores sixteen rows of a word together."""
         if not self._whole_words:
             return words(self.codes, self.version.bits).T.contiguous()
         blocks = self._blocks("plane0").view(np.int32)

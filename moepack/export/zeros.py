@@ -62,7 +62,7 @@ def extents(bundle: Bundle, version: Version, dense: bool) -> Iterator[tuple[Seq
 
 
 def not_whole(bundle: Bundle, version: Version, dense: bool) -> str | None:
-    """Why not all zero points of an affine version are whole, with what rounding them would cost; None if they are."""
+    """Return why some zero points of an affine version are not integers, and the error of rounding; None if all are."""
     found = zero_points(bundle, version, dense)
     if not found.fractional:
         return None

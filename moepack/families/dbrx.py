@@ -29,7 +29,7 @@ class Unstack(ConversionOps):
 
 
 def conversions(experts: ExpertsModule) -> list[WeightConverter]:
-    """How transformers' loader makes the interface's stacks of a checkpoint's matrices."""
+    """Return the conversions by which transformers' loader stacks a checkpoint's matrices for the interface."""
     apart = Unstack(experts.num_experts)
     first = [r"\.experts\.mlp\.w1$", r"\.experts\.mlp\.v1$"]
     return [

@@ -16,7 +16,7 @@ from .interface import behind_interface as behind
 
 
 def forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run the experts; an index past those with weights stands for no expert to the interface."""
+    """Run the experts. An index past the experts with weights means no expert."""
     identity = top_k_index >= self.num_experts
     out = run(self, hidden_states, top_k_index.clamp(max=self.num_experts), top_k_weights)
     share = top_k_weights.masked_fill(~identity, 0).sum(-1, keepdim=True)

@@ -39,7 +39,7 @@ class Natives(TypedDict, total=False):
 
 
 class RunRecord(Natives):
-    """What run.json holds: the record of a calibration."""
+    """The record of a calibration, stored in run.json."""
 
     checkpoint: str  # its directory
     name: str
@@ -154,7 +154,7 @@ def unfinished(work: WorkDirectory, stage: str, part: int | None) -> InputError:
 
 
 def watched(recipe: Recipe) -> bool | str | None:
-    """What calibration keeps of dense matrices: True for moments, "calls" for which are called, None for nothing."""
+    """Return what calibration records of dense matrices: True for moments, "calls" for calls only, None for nothing."""
     return (recipe.fits_dense or "calls") if recipe.dense else None
 
 

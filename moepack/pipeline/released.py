@@ -30,7 +30,7 @@ TENSORS = "released.json"
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a bundle holds of each of its checkpoint's tensors, by name."""
+    """The form in which a bundle holds each tensor of its checkpoint, by name."""
 
     served: frozenset[str]  # those that what is served gives back, byte for byte
     carried: tuple[str, ...]  # those that are kept as they are, for an export alone

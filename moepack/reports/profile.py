@@ -15,7 +15,7 @@ from moepack.shared.progress import Reporter, loading_bar
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """What was counted."""
+    """The number of tokens counted, and how unevenly they were routed."""
 
     tokens: int
     busiest: float  # share of the routers' choices that went to the busiest tenth of each layer's experts

@@ -40,7 +40,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class TokenBytes:
-    """What decoding a token moves."""
+    """Bytes that decoding one token reads or transfers."""
 
     layers: int
     version: str  # of most of its experts, or of those that it waits for
@@ -54,7 +54,7 @@ class TokenBytes:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds of a token, by what takes them."""
+    """Seconds per decoded token, by cause."""
 
     memory: float
     processor: float
@@ -67,7 +67,7 @@ class Speed:
 
     @property
     def bound_by(self) -> str:
-        """What takes most of the time."""
+        """Return the cause that takes the most seconds."""
         named = {"memory bandwidth": self.memory, "processor": self.processor, "disk": self.disk}
         return max(named, key=lambda name: named[name])
 

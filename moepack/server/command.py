@@ -267,7 +267,7 @@ class Application(Protocol):
         """Refuse new requests."""
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release the application's resources."""
 
 
 async def run(

@@ -33,7 +33,7 @@ def too_long(message: str, param: str | None = None) -> ApiError:
 
 
 def failed(message: str) -> ApiError:
-    """Make the error for a request on which the server itself failed."""
+    """Return the ApiError for a request that failed because of an error in the server."""
     return ApiError(500, message, None, "internal_error")
 
 

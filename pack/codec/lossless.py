@@ -34,7 +34,7 @@ def directory_size(matrices: Sequence[Matrix]) -> int:
 
 
 def beside(matrices: Sequence[Matrix]) -> list[int]:
-    """Bytes that stand beside each coded matrix of the lossless version: its bias."""
+    """Return the bytes stored with each coded matrix of the lossless version: the matrix's bias."""
     return [2 * m.rows if m.bias else 0 for m in matrices]
 
 
@@ -60,7 +60,7 @@ def join(matrices: Sequence[Matrix], parts: Iterable[Parts]) -> tuple[Buffer, in
 
 
 def split(matrices: Sequence[Matrix], beside: Sequence[int], extent: Buffer) -> list[Parts]:
-    """The parts of every matrix, as views of the extent; `beside` are the bytes of each second one.
+    """Return the two parts of every matrix as views of the extent; `beside` has the bytes of each second part.
 
     Raises CodecError when a part leaves the extent, overlaps one before it or the directory, or has another size.
     """

@@ -63,5 +63,5 @@ def rotate(x: Rows, rotation: Rotation, back: bool = False) -> Rows:
 
 
 def turned_back(version: Version, matrix: int, stored: Rows) -> Rows:
-    """The weights [rows, cols] that multiply plain inputs, of those that `version.at(matrix).dequantise` gave."""
+    """Undo the rotation of weights from `version.at(matrix).dequantise`: return [rows, cols] for unrotated inputs."""
     return rotate(stored, version.rotation, back=True) if matrix == 1 and version.rotation is not None else stored

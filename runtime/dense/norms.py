@@ -73,7 +73,7 @@ def replace_norms(
     form_of: Callable[[FamilyModule, float], Form | None],
     served: Callable[[Any, Form, float], type[nn.Module]],
 ) -> dict[str, int]:
-    """Give normalisations of weights in `dtypes` the class that `served` makes of their class, form and epsilon.
+    """Replace the class of normalisation modules whose weights are in `dtypes` by what `served` returns for them.
 
     Args:
         tried: the form of each kind of module that was tried, by its values; results are added.

@@ -113,7 +113,7 @@ Places = Callable[[FamilyModule, bool], Any]  # from a module, and whether angle
 
 
 def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, int]:
-    """Let the kernel project what it reproduces; return the number of modules changed, by class.
+    """Replace the modules whose projections the kernel reproduces; return how many were changed, by class.
 
     The model's linear maps, norms and attention are served already. `of` makes the places of another device's kernel.
     """

@@ -108,7 +108,9 @@ def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
 
 
 def unpacked_bytes(tokens: int, cols: int) -> int:
-    """The most bytes that torch's products of `tokens` tokens take beside inputs and results; 0 without kernels."""
+    """Return the most bytes that torch's products of `tokens` tokens allocate, without inputs and results; 0 without
+    kernels.
+    """
     return 0 if library() is None else bytes_beside(tokens, cols)
 
 
@@ -139,7 +141,7 @@ forget = _direct_limits.cache_clear  # after this call, limits are read from the
 
 
 def defaults() -> dict[str, int]:
-    """The limits that are used without measurements."""
+    """Return the limits to use when this machine was not measured."""
     native = library()
     here = {"amx": BESIDE_AMX, "avx2": WITH_AVX2}
     return DEFAULTS | ({} if native is None else here.get(native.LEVELS[native.level], {}))

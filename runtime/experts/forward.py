@@ -140,9 +140,9 @@ def _run(call: LayerCall) -> Tensor:
 
 
 def beside(call: LayerCall, tier: HostTier) -> Tensor:
-    """Run a layer on a CPU beside a host tier: each computes the rows of its own experts' slots, one sum adds all rows.
+    """Run a layer on a CPU together with a host tier. Each computes the rows of its own experts, and one sum adds them.
 
-    The sum follows the order of slots, so the result has the same bits wherever the experts are.
+    The sum follows the order of slots, so the result has the same bits however the experts are divided.
     """
     experts = call.experts
     served = replace(call, index=experts.only(call.index, EVERYWHERE))

@@ -70,7 +70,7 @@ class Geometry:
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What kernels are given of it."""
+        """Return the kernels' arguments for this object."""
         return self.order, self.expert, self.first, self.count
 
 

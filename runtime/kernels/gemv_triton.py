@@ -34,7 +34,7 @@ def e4m3(codes):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def e8m0(bits):  # type: ignore[no-untyped-def]
-    """Return the powers of two whose exponents these are in int32, float32; 0 is 2^-127, which is subnormal."""
+    """Return 2^(bits - 127) as float32, for E8M0 exponents in int32. Exponent 0 gives 2^-127, a subnormal."""
     return tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 

@@ -185,10 +185,10 @@ def _sum(y, gates, live, out, rows, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def summed(y: Tensor, gates: Tensor, live: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add the rows of each token's experts by gate weight, in one launch: [tokens, rows] in `dtype`.
+    """Return each token's sum of expert outputs, weighted by the gates: [tokens, rows] in `dtype`, in one launch.
 
     Args:
-        y: [tokens x top_k, rows], contiguous; what is not `live` is not read.
+        y: [tokens x top_k, rows], contiguous; rows that are not `live` are not read.
         gates: [tokens, top_k], contiguous.
         live: int32 [tokens x top_k].
     """

@@ -90,7 +90,7 @@ class ImportanceOptions(LiveOptions):
 
     @property
     def decoding(self) -> None:
-        """See LiveOptions: which experts a pass leaves out, or runs at `lo`, is not predicted."""
+        """See LiveOptions. None, because the experts that a pass leaves out or runs at `lo` cannot be predicted."""
         return None
 
     @property

@@ -175,18 +175,18 @@ class ExportDirectory:
 
 @contextlib.contextmanager
 def working(target: Path, made_for: Mapping[str, object], needed: int, reporter: Reporter) -> Iterator[ExportDirectory]:
-    """Make a directory that is at `target` when the context ends, and not before.
+    """Context manager: fill a working directory, and move it to `target` when the context ends without an error.
 
-    What was made for the same by an export that was stopped is there again; after a refusal nothing is left.
+    Files that a stopped export with the same `made_for` left are kept. An InputError removes everything.
 
     Args:
         target: new or empty.
         made_for: everything that the bytes of the files depend on.
-        needed: bytes that will be written, about.
-        reporter: told what is gone on with, and what a stopped export keeps.
+        needed: approximate bytes to write.
+        reporter: receives a message when a stopped export is continued, or stopped again.
 
     Raises:
-        TargetError: where it cannot be written, or has no room; says what is kept.
+        TargetError: if `target` cannot be written, or the disk has too little room. The message says what is kept.
     """
     work = None
     try:

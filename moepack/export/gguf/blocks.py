@@ -35,7 +35,7 @@ _TINY = 0x0080  # BF16 bits of the scale of a group of zeros (quantize.grid.fix_
 
 
 def type_of(version: Version) -> Type | None:
-    """The type that holds a version's values; None if no type does."""
+    """Return the GGUF type that holds a version's values, or None if no type does."""
     if version.plain:
         return Type.BF16
     if isinstance(version, Affine) and not version.by_matrix:
@@ -44,7 +44,7 @@ def type_of(version: Version) -> Type | None:
 
 
 def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
-    """Why a version's matrices are not exported; None if they are."""
+    """Return why a version's matrices cannot be exported, or None if they can."""
     kind = type_of(version)
     if kind is None:
         return "no type of GGUF holds its values: there are bf16, w8 (Q8_0), w4 (Q4_0), w1 (Q1_0) and mxfp4"

@@ -27,7 +27,7 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        """What files call it."""
+        """Return the model's architecture name in GGUF files."""
         return MODEL_ARCH_NAMES[self.model]
 
     def name(self, tensor: str) -> str:

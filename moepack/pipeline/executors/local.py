@@ -36,7 +36,7 @@ class Local:
         self._how = how
 
     def submit(self, work: LayerWork, inputs: LayerInputs, advance: Advance) -> None:
-        """Take a part's tasks, and return once there is room for another part. `advance` is told what is finished."""
+        """Submit a part's tasks, and return when another part can be submitted. Calls `advance` for finished work."""
         device = self._device
         missing = work.missing
         advance(sum(task.count for i, task in enumerate(work.tasks) if i not in missing))

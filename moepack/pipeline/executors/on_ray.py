@@ -109,7 +109,7 @@ class OnRay:
             need = needs(memory[-1], self._gpus)
             if not slots(self._nodes, need):
                 parts = f"{need['CPU']:g} core, {need['memory'] / 2**30:.1f} GiB" + ", a GPU" * self._gpus
-                raise InputError(f"Ray: one of this build's tasks takes {parts}, and no node of the cluster has that")
+                raise InputError(f"Ray: a task of this build needs {parts}, and no node of the cluster has that")
             groups = {i: _group(work.tasks[i], inputs) for i in missing}
             sent = {group: _sent(work.tasks[i], inputs) for i, group in groups.items()}
             layer.bytes = sum(what.bytes for what in sent.values())

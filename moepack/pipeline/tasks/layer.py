@@ -80,7 +80,7 @@ class LayerWork:
 
     @property
     def missing(self) -> list[int]:
-        """The indexes in `tasks` of those without a result."""
+        """Return the indexes of the tasks that have no result file yet."""
         # Lists the folder, because NFS caches for a while that a file does not exist.
         there = {path.name for path in self.kept[0].parent.iterdir()}
         return [i for i, path in enumerate(self.kept) if path.name not in there]

@@ -108,7 +108,7 @@ FRESH = {"cache-control": "no-store"}
 
 
 def load_of(scheduler: Scheduler) -> dict[str, int]:
-    """How busy a server is: numbers of requests, and the most that may run and wait."""
+    """Return a server's load: running and waiting requests, and the limits of both."""
     running, waiting, limits = scheduler.running, scheduler.waiting, scheduler.limits
     return {
         "server_load": running + waiting, "running": running, "waiting": waiting,

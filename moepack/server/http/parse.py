@@ -21,7 +21,7 @@ MOST_BIAS = 100.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """What a client calls parts of its request: refusals name them so."""
+    """A client's names for the parts of its request, for error messages."""
 
     prompt: str
     limit: str = "max_tokens"
@@ -159,7 +159,7 @@ class Sampled(Unused):
 
 
 class StreamOptions(Body):
-    """What a stream says beside the answer."""
+    """Options for what a stream reports in addition to the answer."""
 
     include_obfuscation: Annotated[Flag, Hint(False)] = False
 
@@ -172,7 +172,7 @@ class UsageOptions(StreamOptions):
 
 
 class JsonSchema(Body):
-    """A JSON schema and what is said of it."""
+    """A JSON schema with its name and description."""
 
     name: Text | None = None
     description: Text | None = None

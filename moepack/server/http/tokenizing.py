@@ -16,7 +16,7 @@ from .templates import ChatTemplate
 
 
 class Tokenized(Body):
-    """What is turned into tokens, or back."""
+    """A request to tokenize a text, or to detokenize tokens."""
 
     model: Text | None = None
 

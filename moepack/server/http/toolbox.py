@@ -51,7 +51,7 @@ Arguments = Annotated[Object, BeforeValidator(as_object, json_schema_input_type=
 
 
 class BaseFunction(Body):
-    """What every interface says of a function, beside its arguments."""
+    """The fields of a function that all interfaces share, except its arguments."""
 
     name: Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: Text | None = None

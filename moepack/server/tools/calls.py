@@ -98,5 +98,5 @@ class MarkedReader(StateReader):
         raise NotImplementedError
 
     def no_call(self, body: str, close: str) -> None:
-        """Add what stands between a call's marks without its head."""
+        """Add the text between a call's marks when it has no valid head."""
         self.add("content", self.form.open + body + close)

@@ -23,7 +23,7 @@ class CallForm(Protocol):
 
     @property
     def sign(self) -> str:
-        """What a template holds if its model writes this form."""
+        """Return the text by which a chat template shows that its model writes this form."""
 
     @property
     def marks(self) -> tuple[str, ...]:

@@ -150,7 +150,7 @@ class JsonOrCalls(StateReader):
 
 
 def cut(text: str, marks: tuple[str, ...], ended: bool) -> tuple[str, str | None, str]:
-    """Cut a text at the first of some marks, of which it may hold the beginning only.
+    """Split a text at the first mark in it; the text may end within a mark.
 
     Returns:
         What stands before the mark, the mark, and what stands behind it. If no mark is whole: what cannot begin one,

@@ -19,7 +19,7 @@ CHOICES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"
 
 
 class Cached(Body):
-    """What may say how it is kept: a hint that changes no answer."""
+    """Base of items that may have cache_control, a hint that changes no answer."""
 
     cache_control: Object | None = None
 
@@ -137,14 +137,14 @@ class ThinkingOptions(Body):
 
 
 class ContextEdit(Body):
-    """How earlier thoughts are shortened: not at all."""
+    """Accepted for compatibility: earlier thoughts are never shortened."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
 
 
 class ContextManagement(Body):
-    """How the conversation is shortened: not at all."""
+    """Accepted for compatibility: the conversation is never shortened."""
 
     edits: List[ContextEdit] = Field(default_factory=list)
 

@@ -172,7 +172,7 @@ class TextFormat(Body):
         return self
 
     def repeated(self) -> Object:
-        """How the answer repeats it."""
+        """Return this item as the answer repeats it."""
         if self.type != "json_schema":
             return {"type": self.type}
         named = {"name": self.name, "description": self.description}
@@ -193,7 +193,7 @@ class ResponsesTool(Function):
     defer_loading: Literal[False] | None = None
 
     def repeated(self) -> Object:
-        """How the answer repeats it."""
+        """Return this item as the answer repeats it."""
         return {"type": "function", "description": None, **self.listed["function"], "strict": self.strict}
 
 

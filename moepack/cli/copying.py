@@ -37,7 +37,7 @@ def shrink(
         bool,
         typer.Option(
             "--allocation",
-            help="Keep the versions of one map, and the map (static:allocation): the manifest's, or the plan's with --fit.",
+            help="Keep one map and its versions, for static:allocation: the manifest's map, or with --fit the plan's.",
         ),
     ] = False,
     dense: Dense = "",

@@ -227,7 +227,7 @@ class Skeleton:
 
     @property
     def mtp_loading_bytes(self) -> int:
-    """Upper bound of the bytes allocated while reading MTP layers: tensors, mapped pages, one decoded tensor."""
+        """Upper bound of the bytes allocated while reading MTP layers: tensors, mapped pages, a decoded tensor."""
         largest = max((self.checkpoint.weight_bytes(name) for name in self.mtp), default=0)
         return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
 

@@ -61,7 +61,7 @@ class Skeleton:
             with torch.device("meta"):
                 self.model = model_of(config, dtype=torch.bfloat16)
         except CODE_ERRORS as error:
-            raise InputError(f"{name}: transformers does not make its model: {in_a_line(error)}") from error
+            raise InputError(f"{name}: transformers cannot build its model: {in_a_line(error)}") from error
         self.model.eval()
         experts = {n: m for n, m in self.model.named_modules() if is_experts_module(m)}
         if not experts:

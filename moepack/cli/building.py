@@ -38,15 +38,17 @@ def build(
         bool, typer.Option("--keep", help="Keep the experts' inputs in --work, so that --add can use them.")
     ] = False,
     added: Annotated[
-        str | None, typer.Option("--add", help="Add these versions, as w3,w2, to the bundle at --output, from --work.")
+        str | None,
+        typer.Option("--add", help="Add these versions, such as w3,w2, to the bundle at --output, from --work."),
     ] = None,
     added_dense: Annotated[
-        str | None, typer.Option("--add-dense", help="Add versions, as w8, of the matrices outside the experts.")
+        str | None,
+        typer.Option("--add-dense", help="Add these versions, such as w8, of the matrices outside the experts."),
     ] = None,
     group_sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--group-size", help="The group size of an added version, as w4=32; replaces an existing version."
+            "--group-size", help="The group size of an added version, such as w4=32. An existing version is replaced."
         ),
     ] = None,
     as_json: flag.Json = False,

@@ -94,7 +94,10 @@ def export(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a bundle's weights in the form of another program; run again to go on with a stopped export."""
+    """Write a bundle's weights in another program's format.
+
+    To continue a stopped export, run the same command again.
+    """
     from moepack.export import Wanted
     from moepack.export import export as run
 
@@ -181,7 +184,7 @@ def pull(
         _pull_for(repo, output, program, bits, size, dense, revision, as_json, quiet)
         return
     if bits is not None:
-        raise InputError("--bits belongs to --for: name versions with --versions")
+        raise InputError("--bits needs --for; to choose versions without --for, use --versions")
     with progress(quiet) as reporter:
         fit = _budgeted(options)
         path = run(repo, output, names_of(versions), revision, reporter, names_of(add), fit, names_of(dense))

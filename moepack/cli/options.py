@@ -44,7 +44,7 @@ Revision = Annotated[
 Bundle = Annotated[Path, typer.Argument(help="A bundle's directory.", show_default=False)]
 Checkpoint = Annotated[str, typer.Argument(help="A model directory or a Hub id.", show_default=False)]
 Model = Annotated[str, typer.Argument(help="The directory or Hub id of a bundle or checkpoint.", show_default=False)]
-Names = Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; by default all.")]
+Names = Annotated[str, typer.Option("--versions", help="Only these versions, such as w4,w2; by default all.")]
 Dense = Annotated[
     str, typer.Option("--dense", help="Fetch or keep only these versions of the matrices outside the experts.")
 ]
@@ -129,16 +129,18 @@ _LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     ],
     "kv_tokens": Annotated[
         int | None,
-        typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for so many tokens a sequence."),
+        typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for this many tokens of each sequence."),
     ],
     "batch": Annotated[
         int | None,
-        typer.Option("--batch", min=1, help="In a budget: reserve memory for so many sequences; by default 1."),
+        typer.Option("--batch", min=1, help="In a budget: reserve memory for this many sequences; by default 1."),
     ],
     "prefill_tokens": Annotated[
         int | None,
         typer.Option(
-            "--prefill-tokens", min=0, help="In a budget: reserve memory for passes of so many tokens a sequence."
+            "--prefill-tokens",
+            min=0,
+            help="In a budget: reserve memory for passes of this many tokens of each sequence.",
         ),
     ],
     "all_logits": Annotated[

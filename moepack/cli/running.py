@@ -65,7 +65,7 @@ def evaluate(
     kl: Annotated[
         bool, typer.Option("--kl", help="Compare with the bundle's lossless version: divergence, agreement.")
     ] = False,
-    tasks: Annotated[str, typer.Option("--tasks", help="Tasks of lm-evaluation-harness, as gsm8k,arc_easy.")] = "",
+    tasks: Annotated[str, typer.Option("--tasks", help="Tasks of lm-evaluation-harness, such as gsm8k,arc_easy.")] = "",
     shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before each question.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="The most questions of each task.")] = None,
     task_folder: Annotated[Path | None, typer.Option("--task-folder", help="A folder with your own tasks.")] = None,
@@ -227,7 +227,7 @@ def serve(
     max_prompt_tokens: Annotated[
         int | None, typer.Option("--max-prompt-tokens", min=1, help="The most tokens of a prompt.")
     ] = None,
-    max_body: Annotated[str, typer.Option("--max-body", help="The most bytes of a request, as 4MiB.")] = "4MiB",
+    max_body: Annotated[str, typer.Option("--max-body", help="The most bytes of a request, such as 4MiB.")] = "4MiB",
     grace: Annotated[
         float, typer.Option("--grace", min=0, help="Seconds that running answers get to finish when the server stops.")
     ] = 30.0,

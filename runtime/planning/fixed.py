@@ -154,7 +154,7 @@ def measure(
         except Exception as error:  # a family whose code reads values, which a skeleton does not have
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise InputError(
-                f"{bundle.path}: what its forward pass takes cannot be measured ({why}): serve it without a budget"
+                f"{bundle.path}: the memory of its forward pass cannot be measured ({why}): serve it without a budget"
             ) from error
         for old in list(_known)[: 1 - KEPT]:
             _known.pop(old, None)

@@ -203,7 +203,7 @@ class OnRay:
         if expected:
             if expected != digest.hexdigest():
                 own.unlink()
-                raise InputError(f"Ray: {path.name} came with other bytes than it left with: run again to go on")
+                raise InputError(f"Ray: {path.name} was changed in transfer: run the command again to continue")
             sync(own)
             own.replace(path)
             layer.here = True

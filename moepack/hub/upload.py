@@ -83,7 +83,7 @@ def push(
 
 @dataclass(frozen=True, slots=True)
 class _There:
-    """What a repository holds before a push."""
+    """The contents of a repository before a push."""
 
     repo: str
     revision: str | None  # the branch

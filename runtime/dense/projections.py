@@ -62,7 +62,7 @@ TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """What a module's projection reads."""
+    """The tensors that a module's projection reads."""
 
     projection: Projection
     modules: dict[str, nn.Module]  # the maps and norms; if one is replaced or hooked, the module's own code runs

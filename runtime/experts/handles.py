@@ -140,7 +140,7 @@ class Snapshot:
 
     @cached_property
     def words(self) -> npt.NDArray[np.int64]:
-        """What a device is given: the table, the map of each of REACHES, and second words, int64 [ROWS, experts + 1].
+        """Return int64 [ROWS, experts + 1] for a device: the table, a map for each of REACHES, second words.
 
         Maps are zeros where no expert is out of the device's reach: `only` does not ask for them then.
         """

@@ -60,9 +60,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes that a forward pass allocates, without weights and cache: bilinear in the pass's tokens and the cache's
-    length.
-    """
+    """Bytes that a forward pass allocates: bilinear in the pass's tokens and the cache's length."""
 
     # `passes`, `lengths`: the numbers of tokens of two measured passes, and two lengths of the cache after a pass
     passes: tuple[int, int] = (1, 2)
@@ -96,9 +94,7 @@ class MeasuredNeeds:
         return self.kv.bytes(self.workload.kv_tokens, self.workload.batch)
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
-        """Return the bytes that a pass allocates, without weights and caches; within the workload, at most
-        `activations`.
-        """
+        """Return the bytes that a pass allocates, without weights and caches; at most `activations` in the workload."""
         asked = self.workload
         if not asked.prefill_tokens:
             return 0

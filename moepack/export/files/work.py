@@ -85,7 +85,7 @@ class ExportDirectory:
         return name in self._whole
 
     def path(self, folder: str, name: str) -> Path:
-        """Where a file of a folder is; makes the folder."""
+        """Return the path of a file in a folder, and create the folder."""
         (self.root / folder / name).parent.mkdir(parents=True, exist_ok=True)
         return self.root / folder / name
 

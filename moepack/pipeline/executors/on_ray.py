@@ -262,5 +262,5 @@ def needs(memory: int, gpus: int) -> dict[str, float]:
 
 
 def slots(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:
-    """How many tasks that each need `need` run at once on nodes with these resources."""
+    """Return how many tasks, each with the resources `need`, run at once on these nodes."""
     return sum(min(int(node.get(name, 0.0) // wanted) for name, wanted in need.items()) for node in nodes)

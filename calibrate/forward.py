@@ -247,8 +247,7 @@ class CalibrationPass:
                 self._through(index, i)
 
     def head_inputs(self, batch: int) -> Tensor:
-        """Return the output projection's inputs for a batch after all layers, [batch, length, hidden_size] on the
-        device.
+        """Return a batch's inputs of the output projection, [batch, length, hidden_size] on the device.
 
         The part outside the layers must be loaded.
         """
@@ -288,7 +287,7 @@ class CalibrationPass:
                 hook.remove()
 
     def _after_layers(self, batch: int) -> Callable[[int], Callable[..., object]]:
-        """What to call in place of layers, so that the model goes on from what the last layer made of a batch."""
+        """Return the layers' replacements, by index, so that the model continues from the last layer's outputs."""
         program = self._recorded
         device = self._stream.device
         values = {n: x.to(device) for n, x in self._passed[batch].values.items()}

@@ -178,7 +178,7 @@ def row_places(
     order = (got.mT if transposed else got)[..., 0]
     places = torch.argsort(order.flatten())
     if not torch.equal(order.flatten()[places], torch.arange(total)):
-        raise InputError(f"{name}: {parameter} is not the rows of its weights in another order: not supported")
+        raise InputError(f"{name}: {parameter} is not a reordering of its weights' rows, which is not supported")
     ends = [*list(begins.values())[1:], total]
     return tuple(order.shape), tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
 

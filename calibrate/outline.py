@@ -93,7 +93,7 @@ def _from_config(path: Path, name: str) -> Outline:
         with torch.device("meta"):
             model = model_of(config, dtype=torch.bfloat16)
     except CODE_ERRORS as error:
-        raise InputError(f"{name}: transformers does not make its model: {in_a_line(error)}") from error
+        raise InputError(f"{name}: transformers cannot build its model: {in_a_line(error)}") from error
     tied = set(model.all_tied_weights_keys)
     names = {torch_name: n for n, (_, torch_name, _) in DTYPES.items()}
     tensors = {}

@@ -61,7 +61,7 @@ class Skeleton:
             with torch.device("meta"):
                 self.model = model_of(config, dtype=torch.bfloat16)
         except CODE_ERRORS as error:
-            raise InputError(f"{name}: transformers does not make its model: {in_a_line(error)}") from error
+            raise InputError(f"{name}: transformers cannot build its model: {in_a_line(error)}") from error
         self.model.eval()
         experts = {n: m for n, m in self.model.named_modules() if is_experts_module(m)}
         if not experts:
@@ -227,8 +227,7 @@ class Skeleton:
 
     @property
     def mtp_loading_bytes(self) -> int:
-        """Upper bound of the bytes allocated while reading MTP layers: tensors, mapped pages, and decoding one tensor.
-        """
+        """Upper bound of the bytes allocated while reading MTP layers: tensors, mapped pages, a decoded tensor."""
         largest = max((self.checkpoint.weight_bytes(name) for name in self.mtp), default=0)
         return 2 * min(self.mtp_bytes, AT_ONCE + largest) + 2 * largest
 

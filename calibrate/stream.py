@@ -274,9 +274,7 @@ class StreamedModel(Skeleton):
 
     @cached_property
     def dense_versions(self) -> Mapping[str, Version]:
-        """Map each Linear to the version that keeps its weight as the checkpoint stores it; leave out Linears without
-        one.
-        """
+        """Map each Linear to the version that keeps its weight as the checkpoint stores it, if there is one."""
         out: dict[str, Version] = {}
         for name, module in self.model.named_modules() if self.checkpoint.encoded else ():
             parts = self._dense_parts(name) if type(module) is torch.nn.Linear else None

@@ -351,7 +351,7 @@ def _is_static(cache: object) -> bool:
 
 
 def _addresses(owner: Any, step: Step) -> tuple[int, ...]:
-    """What a graph reads beside its own tensors: of a static cache or a table, and handles."""
+    """The tensors that a graph reads in addition to its own: a static cache's or a table's, and handles."""
     if step.packed is not None:
         held = [owner.there.data_ptr()]
     else:

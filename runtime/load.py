@@ -166,7 +166,7 @@ def from_pretrained(
     except (MoepackError, torch.OutOfMemoryError):
         raise
     except CODE_ERRORS as error:
-        raise InputError(f"{name}: transformers does not make its model of it: {in_a_line(error)}") from error
+        raise InputError(f"{name}: transformers cannot build its model: {in_a_line(error)}") from error
 
 
 def check_bundle(name: str | Path, options: LoadOptions) -> None:

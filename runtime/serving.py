@@ -47,7 +47,7 @@ UNCOUNTED_GRADIENTS = "gradients keep activations that a budget does not count: 
 
 
 class Serving:
-    """What is being served: the bundle, the policy, the bytes they take, and what has happened since loading."""
+    """The state of serving: the bundle, the policy, the bytes in use, and counters since loading."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ def _group(group: Document, default: object) -> ConfigGroup:
         try:
             re.compile(target.removeprefix("re:"))
         except re.error:
-            raise InputError(f"has a target that is no expression: {target!r}") from None
+            raise InputError(f"has a target that is not a valid regular expression: {target!r}") from None
     form = option({"format": group.get("format") or default}, "format", tuple(_FORMATS))
     make, kind, bits = _FORMATS[form]
     kind = weights.get("type", "int") if form == "naive-quantized" else kind

@@ -152,7 +152,9 @@ class Encoded:
             out = raw.contiguous().view(torch.uint8)
             bad = values.nan_e4m3(out) if self.version == "nvfp4" else values.nan_e8m0(out)
             if self.version == "mxfp4" and not bad.any() and int(out.max()) >= values.LARGEST:
-                raise InputError(f"{self.scale_in.name} has a scale of 2^100 or more, beyond products: not supported")
+                raise InputError(
+                    f"{self.scale_in.name} has a scale of 2^100 or more, which could overflow a product: not supported"
+                )
         elif self.version == "fp8":
             wide = raw.view(torch.float8_e8m0fnu) if raw.dtype == torch.uint8 else raw
             wide = wide.to(torch.float32).reshape(*self._batch(raw), -1, groups)

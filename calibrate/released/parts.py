@@ -60,5 +60,5 @@ def group_size(document: Document, name: str = "group_size", default: object = N
     """A group size of a configuration; 0 for a whole row, which it writes as -1."""
     value = document.get(name, default)
     if type(value) is not int or (value < 1 and value != -1):
-        raise InputError(f"says {name} {value!r}: not a number of columns")
+        raise InputError(f"says {name} {value!r}, which is not a number of columns")
     return max(value, 0)

@@ -1,4 +1,4 @@
-"""What codes and scales stand for, and which of them stand for nothing. Tensors in, tensors or a complaint out."""
+"""The values of codes and scales, and checks for codes and scales that have no value."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _AT_ONCE = 1 << 20  # weights that are decoded at once, which bounds the float32
 
 
 def nan_e4m3(codes: Tensor) -> Tensor:
-    """Which of these E4M3 bits, uint8, are NaN (0x7F or 0xFF)."""
+    """Return a mask of the E4M3 codes (uint8) that are NaN: 0x7F or 0xFF."""
     return (codes & 0x7F) == 0x7F
 
 
 def nan_e8m0(scale: Tensor) -> Tensor:
-    """Which of these E8M0 bits, uint8, are NaN (0xFF)."""
+    """Return a mask of the E8M0 codes (uint8) that are NaN: 0xFF."""
     return scale == 0xFF
 
 

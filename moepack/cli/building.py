@@ -23,7 +23,7 @@ def build(
     recipe: flag.RecipeName = "default",
     calibration: flag.Texts = None,
     work: Annotated[
-        Path | None, typer.Option("--work", help="Keep finished pieces here, and resume from them.")
+        Path | None, typer.Option("--work", help="Keep finished pieces in this directory, and resume from them.")
     ] = None,
     fresh: flag.Fresh = False,
     device: flag.Device = "cpu",
@@ -31,20 +31,24 @@ def build(
     address: flag.Address = None,
     revision: flag.Revision = None,
     memory: flag.Bounded = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Make nothing: estimate bytes, memory and time.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only estimate bytes, memory and time; write nothing.")
+    ] = False,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Keep in --work the experts' inputs, for --add; the docs give their size.")
+        bool, typer.Option("--keep", help="Keep the experts' inputs in --work, so that --add can use them.")
     ] = False,
     added: Annotated[
-        str | None, typer.Option("--add", help="Add these versions, as w3,w2, to the bundle at --output, from --work.")
+        str | None,
+        typer.Option("--add", help="Add these versions, such as w3,w2, to the bundle at --output, from --work."),
     ] = None,
     added_dense: Annotated[
-        str | None, typer.Option("--add-dense", help="Add versions, as w8, of the matrices outside the experts.")
+        str | None,
+        typer.Option("--add-dense", help="Add these versions, such as w8, of the matrices outside the experts."),
     ] = None,
     group_sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--group-size", help="The group size of an added version, as w4=32; replaces an existing version."
+            "--group-size", help="The group size of an added version, such as w4=32. An existing version is replaced."
         ),
     ] = None,
     as_json: flag.Json = False,

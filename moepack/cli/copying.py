@@ -37,7 +37,7 @@ def shrink(
         bool,
         typer.Option(
             "--allocation",
-            help="Only one map's versions, and the map, for static:allocation: the manifest's, with --fit the plan's.",
+            help="Keep one map and its versions, for static:allocation: the manifest's map, or with --fit the plan's.",
         ),
     ] = False,
     dense: Dense = "",
@@ -62,14 +62,18 @@ def export(
         typer.Option("--to", help="checkpoint, compressed-tensors, gptq or gguf (docs/export.md)."),
     ] = "checkpoint",
     bits: Annotated[
-        str | None, typer.Option("--bits", help="Experts at one width: 4 is w4; or a version's name, as mxfp4.")
+        str | None,
+        typer.Option("--bits", help="Export every expert at one width (4 means w4) or version (such as mxfp4)."),
     ] = None,
     map_file: Annotated[
         str | None,
-        typer.Option("--map", help="Experts by a map: a FILE.json as for static:FILE.json, or allocation."),
+        typer.Option(
+            "--map", help="Take each expert's version from a map: FILE.json, or allocation for the manifest's."
+        ),
     ] = None,
     fit: Annotated[
-        str | None, typer.Option("--fit", help="One width a layer, the best that fits in this size: 24GiB, 800MB.")
+        str | None,
+        typer.Option("--fit", help="Choose one width for each layer, the best that fits in this size, such as 24GiB."),
     ] = None,
     dense: Annotated[
         str | None, typer.Option("--dense", help="The version of other matrices: w8; by default the most precise.")
@@ -78,17 +82,22 @@ def export(
         str, typer.Option("--scales", help="The dtype of compressed-tensors' scales: bf16 or fp32.")
     ] = "bf16",
     shard: Annotated[
-        str | None, typer.Option("--shard-size", help="The most bytes of a file: 2GB; by default 5GB.")
+        str | None, typer.Option("--shard-size", help="The largest size of a file, such as 2GB; by default 5GB.")
     ] = None,
     lossy: Annotated[
         str | None,
         typer.Option("--lossy", help="With --to gguf: let llama.cpp quantise the version's values: Q4_K_M, Q6_K ..."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would take and lose.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing; only print the size and the loss.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a bundle's weights in the form of another program; run again to go on with a stopped export."""
+    """Write a bundle's weights in another program's format.
+
+    To continue a stopped export, run the same command again.
+    """
     from moepack.export import Wanted
     from moepack.export import export as run
 
@@ -125,7 +134,10 @@ def push(
     ] = None,
     measured: Annotated[
         list[Path] | None,
-        typer.Option("--measured", help="What eval --kl --policy static:w4 --json printed, for the card; repeatable."),
+        typer.Option(
+            "--measured",
+            help="A file with the output of eval --kl --policy static:w4 --json, for the card; repeatable.",
+        ),
     ] = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -150,7 +162,7 @@ def pull(
         typer.Option("--for", help="Export for vllm, transformers or llama.cpp, of --bits or within --fit bytes."),
     ] = None,
     bits: Annotated[
-        str | None, typer.Option("--bits", help="With --for: experts at one width: 4 is w4; or a version's name.")
+        str | None, typer.Option("--bits", help="With --for: export every expert at one width (4 means w4) or version.")
     ] = None,
     versions: Names = "",
     add: Annotated[str, typer.Option("--add", help="Add these versions to a pulled bundle.")] = "",
@@ -172,7 +184,7 @@ def pull(
         _pull_for(repo, output, program, bits, size, dense, revision, as_json, quiet)
         return
     if bits is not None:
-        raise InputError("--bits belongs to --for: name versions with --versions")
+        raise InputError("--bits needs --for; to choose versions without --for, use --versions")
     with progress(quiet) as reporter:
         fit = _budgeted(options)
         path = run(repo, output, names_of(versions), revision, reporter, names_of(add), fit, names_of(dense))

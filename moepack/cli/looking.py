@@ -61,13 +61,13 @@ def verify(
         fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
 
 
-_BUDGET = typer.Option("--device-memory", help="The budget: 24GiB, 800MB, 123456; this or --memory.")
+_BUDGET = typer.Option("--device-memory", help="The budget, such as 24GiB or 800MB. Give this or --memory.")
 _ANYWHERE = typer.Option("--device", help="cpu, cuda ...; not necessarily on this machine.")
 _POLICY = typer.Option("--policy", autocompletion=complete_policy, help=f"{usages()}; by default hotness.")
-_CACHED = typer.Option("--kv-tokens", min=0, help="Tokens of KV cache a sequence.")
-_PASS = typer.Option("--prefill-tokens", min=0, help="Tokens a sequence of a pass.")
+_CACHED = typer.Option("--kv-tokens", min=0, help="Tokens of KV cache for each sequence.")
+_PASS = typer.Option("--prefill-tokens", min=0, help="Tokens of each sequence in the largest forward pass.")
 _ALL = typer.Option("--all-logits", help="A pass returns the logits of all its tokens, the default of moepack.load.")
-_SEQUENCES = typer.Option("--batch", min=1, help="Sequences at a time.")
+_SEQUENCES = typer.Option("--batch", min=1, help="Sequences that are computed together.")
 
 
 @loading(

@@ -45,8 +45,10 @@ Revision = Annotated[
 Bundle = Annotated[Path, typer.Argument(help="A bundle's directory.", show_default=False)]
 Checkpoint = Annotated[str, typer.Argument(help="A model directory or a Hub id.", show_default=False)]
 Model = Annotated[str, typer.Argument(help="The directory or Hub id of a bundle or checkpoint.", show_default=False)]
-Names = Annotated[str, typer.Option("--versions", help="Only these, as w4,w2; by default all.")]
-Dense = Annotated[str, typer.Option("--dense", help="Only these versions of the matrices outside the experts.")]
+Names = Annotated[str, typer.Option("--versions", help="Only these versions, such as w4,w2; by default all.")]
+Dense = Annotated[
+    str, typer.Option("--dense", help="Fetch or keep only these versions of the matrices outside the experts.")
+]
 Fitted = Annotated[
     str | None,
     typer.Option("--fit", help="Only the versions that moepack plan serves in this device memory: 24GiB, 800MB."),
@@ -125,32 +127,35 @@ _LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     ],
     "profile": Annotated[
         str | None,
-        typer.Option("--profile", help="Routing counts of your own traffic, in the place of calibration's."),
+        typer.Option("--profile", help="Routing counts of your own traffic, to use instead of calibration's."),
     ],
     "checked": Annotated[
         bool | None,
         typer.Option(
-            "--checked", help="Digest nothing again that you have checked before, while files stay as they were."
+            "--checked", help="Skip digests of files that you have checked before, unless a file has changed."
         ),
     ],
     "kv_tokens": Annotated[
         int | None,
-        typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for so many tokens a sequence."),
+        typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for this many tokens of each sequence."),
     ],
     "batch": Annotated[
         int | None,
-        typer.Option("--batch", min=1, help="In a budget: reserve memory for so many sequences; by default 1."),
+        typer.Option("--batch", min=1, help="In a budget: reserve memory for this many sequences; by default 1."),
     ],
     "prefill_tokens": Annotated[
         int | None,
         typer.Option(
-            "--prefill-tokens", min=0, help="In a budget: reserve memory for passes of so many tokens a sequence."
+            "--prefill-tokens",
+            min=0,
+            help="In a budget: reserve memory for passes of this many tokens of each sequence.",
         ),
     ],
     "all_logits": Annotated[
         bool,
         typer.Option(
-            "--all-logits", help="In a budget: reserve memory for the logits of all those tokens, not the last."
+            "--all-logits",
+            help="In a budget: reserve memory for the logits of all --prefill-tokens, not only the last.",
         ),
     ],
     "device": Device,
@@ -163,7 +168,9 @@ _SAMPLING: dict[str, object] = {  # field of SamplingFlags -> its flag
         float | None,
         typer.Option("--top-p", min=0.0, max=1.0, help="Sample from the likeliest tokens that make up this share."),
     ],
-    "top_k": Annotated[int | None, typer.Option("--top-k", min=0, help="Sample from so many tokens; 0: from all.")],
+    "top_k": Annotated[
+        int | None, typer.Option("--top-k", min=0, help="Sample from this many of the likeliest tokens; 0 means all.")
+    ],
     "min_p": Annotated[
         float | None,
         typer.Option("--min-p", min=0.0, max=1.0, help="Leave out tokens below this share of the best probability."),

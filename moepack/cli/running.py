@@ -34,7 +34,7 @@ from .output import console, print_json, show
 if TYPE_CHECKING:
     from moepack.generation import Session
 
-_PASS = typer.Option("--batch", min=1, help="Windows a forward pass; by default 16, or 1024 tokens in a budget.")
+_PASS = typer.Option("--batch", min=1, help="Windows in each forward pass; by default 16, or 1024 tokens in a budget.")
 _HELD = typer.Option(
     "--kv-tokens",
     min=0,
@@ -46,9 +46,7 @@ _PREFIX = typer.Option(
     help="The most bytes of prompts kept for later ones that begin alike: an eighth of the budget, up to 1GiB.",
 )
 _LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv_tokens", "device", "dtype", "checked")
-_KEPT = typer.Option(
-    "--profile", help="Begin with the traffic in this file, where it exists, and save the traffic there."
-)
+_KEPT = typer.Option("--profile", help="Read traffic counts from this file, if it exists, and save new ones to it.")
 
 
 @loading(*_LOADED, "prefill_tokens", "profile", all_logits=False, batch=(Annotated[int | None, _PASS], None))
@@ -59,17 +57,22 @@ def evaluate(
         list[str] | None,
         typer.Option("--data", "-d", help="Text or chats: files or Hub data sets.", show_default=False),
     ] = None,
-    length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window or of a task's question.")] = 512,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="The most windows a file.")] = 256,
+    length: Annotated[
+        int, typer.Option("--length", min=2, help="The tokens in a window, or the most in a task's question.")
+    ] = 512,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="The most windows of each file.")] = 256,
     trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write routing and versions, a line of JSON a forward pass.")
+        Path | None,
+        typer.Option(
+            "--trace", help="Write routing and versions to this file, one line of JSON for each forward pass."
+        ),
     ] = None,
     kl: Annotated[
         bool, typer.Option("--kl", help="Compare with the bundle's lossless version: divergence, agreement.")
     ] = False,
-    tasks: Annotated[str, typer.Option("--tasks", help="Tasks of lm-evaluation-harness, as gsm8k,arc_easy.")] = "",
+    tasks: Annotated[str, typer.Option("--tasks", help="Tasks of lm-evaluation-harness, such as gsm8k,arc_easy.")] = "",
     shots: Annotated[int | None, typer.Option("--shots", min=0, help="Examples before each question.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="The most questions a task.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="The most questions of each task.")] = None,
     task_folder: Annotated[Path | None, typer.Option("--task-folder", help="A folder with your own tasks.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask tasks through the model's chat template.")] = False,
     as_json: Json = False,
@@ -195,7 +198,7 @@ def profile(
     options: LoadOptions,
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile's file.", show_default=False)],
     length: Annotated[int, typer.Option("--length", min=2, help="Tokens of a window.")] = 512,
-    samples: Annotated[int, typer.Option("--samples", min=1, help="The most windows a file.")] = 256,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="The most windows of each file.")] = 256,
     quiet: Quiet = False,
 ) -> None:
     """Count which experts your own texts use, for --profile."""
@@ -242,21 +245,23 @@ def serve(
     bundle: Annotated[str, typer.Argument(help="A bundle's directory or Hub id.", show_default=False)],
     options: LoadOptions,
     host: Annotated[str, typer.Option("--host", help="The address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 for any that is free.")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="The port to listen on; 0 chooses a free one.")
+    ] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option("--api-key", help="Clients must send it, or another of several; better given as MOEPACK_API_KEY."),
+        typer.Option("--api-key", help="A key that clients must send; may be repeated. Safer in MOEPACK_API_KEY."),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
-        typer.Option("--cors-origin", help="A web page's origin that may read answers, or *; none may by default."),
+        typer.Option("--cors-origin", help="A web origin whose pages may read answers, or *; by default none."),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="The model's name for clients.")] = None,
     chat_template: Template = None,
     system_messages: SystemMessages = "join",
     generation_config: GenerationConfig = "auto",
     max_sequences: Annotated[
-        int, typer.Option("--max-sequences", min=1, help="The most requests answered at a time.")
+        int, typer.Option("--max-sequences", min=1, help="The most requests that are answered at once.")
     ] = 32,
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", min=1, help="The most requests that wait; more are refused.")
@@ -265,24 +270,32 @@ def serve(
         int,
         typer.Option("--max-connections", min=1, help="The most open requests; beyond it the longest idle leave."),
     ] = 1024,
-    step_tokens: Annotated[int, typer.Option("--step-tokens", min=1, help="Tokens of a forward pass.")] = 256,
+    step_tokens: Annotated[int, typer.Option("--step-tokens", min=1, help="The most tokens in a forward pass.")] = 256,
     max_kv_tokens: Annotated[
         int | None,
-        typer.Option("--max-kv-tokens", min=2, help="The most tokens of all KV caches; experts use the rest."),
+        typer.Option(
+            "--max-kv-tokens",
+            min=2,
+            help="The most tokens in all KV caches together; experts use the remaining memory.",
+        ),
     ] = None,
     prefix_cache: Annotated[str | None, _PREFIX] = None,
     max_prompt_tokens: Annotated[
         int | None, typer.Option("--max-prompt-tokens", min=1, help="The most tokens of a prompt.")
     ] = None,
-    max_body: Annotated[str, typer.Option("--max-body", help="The most bytes of a request, as 4MiB.")] = "4MiB",
-    grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds for answers to finish at a stop.")] = 30.0,
+    max_body: Annotated[str, typer.Option("--max-body", help="The most bytes of a request, such as 4MiB.")] = "4MiB",
+    grace: Annotated[
+        float, typer.Option("--grace", min=0, help="Seconds that running answers get to finish when the server stops.")
+    ] = 30.0,
     access_log: Annotated[bool, typer.Option("--access-log", help="Print a line for each request.")] = False,
     replicas: Annotated[
         int, typer.Option("--replicas", min=1, help="Copies on Ray Serve, each with its own budget.")
     ] = 1,
     address: Annotated[
         str | None,
-        typer.Option("--address", help="The Ray cluster of the copies: ray://HOST:10001; by default this machine."),
+        typer.Option(
+            "--address", help="The Ray cluster that runs --replicas: ray://HOST:10001; by default this machine."
+        ),
     ] = None,
 ) -> None:
     """Serve the interfaces of OpenAI and Anthropic over HTTP, with a live page."""

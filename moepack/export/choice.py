@@ -50,7 +50,7 @@ def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
     target.check_model(job)
     given = [f"--{name}" for name in ("bits", "map", "fit") if getattr(wanted, name) is not None]
     if len(given) > 1:
-        raise InputError(f"{' and '.join(given)}: each says what to export: give one")
+        raise InputError(f"{' and '.join(given)}: each chooses what to export: give only one")
     if wanted.fit is not None and wanted.lossy is not None:
         raise InputError("--fit and --lossy: what llama.cpp makes has its size then: leave --fit out")
     if wanted.fit is not None:
@@ -101,7 +101,7 @@ def _check(job: ExportJob, target: Target) -> None:
 def _shard(size: str | None) -> int:
     found = parse_size(size)
     if found == 0:
-        raise InputError(f"--shard-size {size}: a file holds more than no bytes")
+        raise InputError(f"--shard-size {size}: the size must be above 0")
     return found or SHARD
 
 

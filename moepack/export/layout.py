@@ -70,7 +70,7 @@ class Layout:
             with torch.device("meta"):
                 self.model = model_of(self.config, dtype=torch.bfloat16)
         except CODE_ERRORS as error:
-            raise InputError(f"{bundle.path}: transformers does not make its model: {in_a_line(error)}") from error
+            raise InputError(f"{bundle.path}: transformers cannot build its model: {in_a_line(error)}") from error
         if conversions_of(self.model):
             raise self._bad("its experts are kept in a form that only moepack loads")
 
@@ -86,7 +86,7 @@ class Layout:
             with self._lock:
                 made = revert_weight_conversion(self.model, own) if own else {}
         except CODE_ERRORS as error:
-            raise self._bad(f"transformers does not undo its loading: {in_a_line(error)}") from error
+            raise self._bad(f"transformers cannot reverse its loading: {in_a_line(error)}") from error
         return made | {n: t for n, t in tensors.items() if n not in self._names}
 
     @cached_property

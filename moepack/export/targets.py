@@ -33,7 +33,7 @@ SCALES = ("bf16", "fp32")  # dtypes of scales, for a target that has the choice
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What is exported: a bundle, and a version for every expert and dense matrix of it."""
+    """An export's input: a bundle, and the version of each of its experts and dense matrices."""
 
     bundle: Bundle
     scales: str  # one of SCALES
@@ -43,7 +43,7 @@ class ExportJob:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the model's own checkpoints keep what the bundle holds."""
+        """Return the places of the bundle's tensors in the model's own checkpoints."""
         from .layout import Layout
 
         return Layout(self.bundle)
@@ -97,7 +97,7 @@ class Target(ABC):
         """Bytes of everything outside the experts."""
 
     def notes(self, job: ExportJob) -> tuple[str, ...]:
-        """What a user should know of the programs that read it."""
+        """Return notes for the user about the programs that read the export."""
         return ()
 
     def expert_bytes(self, job: ExportJob) -> int:

@@ -61,7 +61,7 @@ class Values:
 
     @property
     def decoded(self) -> Any:
-        """What the version's `decode` gives. Raises BundleError where that fails."""
+        """Return the result of the version's `decode`. Raises BundleError if that fails."""
         return self.packed.decoded[self.number]
 
     @property
@@ -127,7 +127,7 @@ class Values:
         return out
 
     def _dequantised(self, few: AffineMatrix) -> Tensor:
-        """What `Version.dequantise` gives, by torch, which multiplies by groups four times as fast as NumPy."""
+        """Return the values of `Version.dequantise`, computed by torch: four times as fast as NumPy."""
         if few.codes.shape[1] % self.version.group_size:
             return torch.from_numpy(self.version.dequantise(few))
         zero, scale = (torch.from_numpy(a)[..., None] for a in few.grid(self.version))

@@ -53,7 +53,7 @@ def adapt(model: Any) -> None:
 
 
 def conversions_of(model: nn.Module) -> list[WeightTransform]:
-    """What transformers' loader must do, beside its own conversions, to fill an adapted model from a checkpoint."""
+    """Return the conversions that transformers' loader needs, in addition to its own, for an adapted model."""
     return list(getattr(model, "_moepack_conversions", ()))
 
 

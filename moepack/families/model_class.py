@@ -43,7 +43,7 @@ def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
 
 
 def decoder_layers(config: PreTrainedConfig) -> Any:
-    """What a configuration says is the number of decoder layers; None if it says nothing.
+    """Return the number of decoder layers in a configuration, or None if it names none.
 
     LongCat-Flash has two attentions in a layer: `num_hidden_layers` counts attentions, and is made of `num_layers`.
     """

@@ -170,7 +170,7 @@ def _check_room(staging: Staging, missing: Mapping[str, int]) -> None:
     partly = sum(f.stat().st_size for f in staging.files.rglob("*.incomplete"))
     free = shutil.disk_usage(staging.target).free
     if needed - partly > free:
-        raise TargetError(f"{staging.target}: has no room: {needed - partly:,} bytes are to come, {free:,} are free")
+        raise TargetError(f"{staging.target}: the disk lacks room: {needed - partly:,} bytes to write, {free:,} free")
 
 
 def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], reporter: Reporter) -> None:

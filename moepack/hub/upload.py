@@ -84,7 +84,7 @@ def push(
 
 @dataclass(frozen=True, slots=True)
 class _There:
-    """What a repository holds before a push."""
+    """The contents of a repository before a push."""
 
     repo: str
     revision: str | None  # the branch
@@ -115,7 +115,7 @@ def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There
     if not found:
         others = [s.rfilename for s in info.siblings or () if s.rfilename.lower() not in _EMPTY]
         if others:
-            raise HubError(f"{repo}: holds {others[0]}, and is not a bundle: name another repository")
+            raise HubError(f"{repo}: contains {others[0]} and is not a bundle: name another repository")
     return _There(repo, revision, commit, found.get(MANIFEST), found.get(PUSHING), frozenset(listed))
 
 

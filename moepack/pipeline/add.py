@@ -177,7 +177,7 @@ def _wanted(
     # A recipe may name dense versions for a model that has no such matrices.
     dense_before = old.manifest.dense_versions if old is not None and record["dense"] else recipe.dense_specs()
     if not (*names, *dense):
-        raise InputError("name the versions to add, as w2")
+        raise InputError("name the versions to add, for example w2")
     for name in (*names, *dense):
         if name not in (NATIVE, *version_names()):
             raise InputError(f"version {name!r} is unknown: there are {', '.join(version_names())}")

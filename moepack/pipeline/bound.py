@@ -71,7 +71,7 @@ class MemoryPlan:
 
 
 def steps(needs: BuildNeeds, how: MemoryPlan) -> dict[str, dict[str, int]]:
-    """What a build holds in memory: step -> use -> bytes."""
+    """Return the bytes that each step of a build holds in memory: step -> use -> bytes."""
     mapped = MAPPED + how.batch_size * needs.each
     hidden = min(needs.hidden, mapped) if how.hidden_on_disk else needs.hidden
     seen = min(needs.seen, mapped) if how.seen_on_disk else needs.seen

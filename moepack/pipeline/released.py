@@ -58,7 +58,7 @@ class Holding:
 
 
 def held(stream: StreamedModel, exact: Version | None, dense: Mapping[str, Version], mtp: bool) -> Holding:
-    """What a bundle holds whose lossless version of experts is `exact`. Other arguments are those of `Holding.of`.
+    """Return the holding of a bundle whose lossless version of experts is `exact`. Other arguments: see `Holding.of`.
 
     Raises InputError where it does not give the checkpoint back: no version holds the experts as they were, or
     transformers makes them in another way than by joining rows.

@@ -119,7 +119,10 @@ class WorkDirectory:
         return directory / name
 
     def object(self, address: str) -> Path:
-        """The path of a task's result, named by the digest of the inputs. The file goes once its layer is done."""
+        """Return the path of a task's result, named by the digest of the inputs.
+
+        The file is deleted when its layer is done.
+        """
         directory = self.path / "objects"
         directory.mkdir(exist_ok=True)
         return directory / f"{address}.safetensors"

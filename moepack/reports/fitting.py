@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """What a budget serves."""
+    """The versions that a budget serves, with the plan's number of experts at each."""
 
     versions: tuple[str, ...]  # the most precise first
     experts: tuple[int, ...]  # how many experts the plan has at each version

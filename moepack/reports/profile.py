@@ -15,7 +15,7 @@ from moepack.shared.progress import Reporter
 
 @dataclass(frozen=True, slots=True)
 class Profiled:
-    """Routing counts and how many tokens they are from."""
+    """The number of tokens counted, and how unevenly they were routed."""
 
     tokens: int
     busiest: float  # share of the routers' choices that went to the busiest tenth of each layer's experts

@@ -29,7 +29,7 @@ AHEAD = 1.4
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What this machine does in a second."""
+    """Measured rates of this machine."""
 
     memory: float  # bytes that all threads read
     kernels: float  # bytes of experts that the kernels multiply by, for one token

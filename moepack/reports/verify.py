@@ -150,7 +150,7 @@ def _compare_companions(bundle: Bundle, checkpoint: Path) -> list[Problem]:
 
 
 def _meaning(file: Path) -> object:
-    """What a copied file holds: of JSON its values, without those that say how it was saved."""
+    """Return a copied file's contents to compare; JSON values without those that say how it was saved."""
     data = file.read_bytes()
     try:
         value = json.loads(data) if file.suffix == ".json" else data

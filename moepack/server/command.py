@@ -256,7 +256,7 @@ def shown(host: str, port: int) -> str:
 
 
 class Application(Protocol):
-    """What `run` serves."""
+    """The application that `run` serves."""
 
     @property
     def app(self) -> ASGIApp:

@@ -28,7 +28,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose a request's tokens."""
+    """A request's sampling options."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # keeps the likeliest tokens until their probabilities sum to this; 1 keeps all

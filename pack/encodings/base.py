@@ -27,7 +27,7 @@ SCALE_BITS = (16, 8)  # of a scale that a quantiser makes: BF16, or a byte (FORM
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What the input of `down` goes through before the product (FORMAT.md, "Rotated versions")."""
+    """The rotation of the input of `down` before the product (FORMAT.md, "Rotated versions")."""
 
     block: int  # neighbouring columns that are mixed, one of BLOCKS; it divides the columns of every layer's `down`
     seed: int = 0  # of the columns' signs, below SEEDS

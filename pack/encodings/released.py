@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def own(dtype: str) -> Mapping[str, str]:
-    """What a released version holds: `dtype` is the checkpoint's, by its name in the manifest."""
+    """Describe a released version; `dtype` is the checkpoint's dtype, by its name in the manifest."""
     return {dtype: "the checkpoint's own codes and scales"}
 
 

@@ -65,7 +65,7 @@ class FileRows(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What model code asks of a weight: its shape, dtype and device. Its values are NaN, and take no memory."""
+        """Return a placeholder with the weight's shape, dtype and device. The values are NaN and use no memory."""
         return torch.full((1, 1), torch.nan, dtype=self._dtype).expand(self.num_embeddings, self.embedding_dim)
 
     def extra_repr(self) -> str:

@@ -165,7 +165,7 @@ def _candidates(module: FamilyModule, experts: int) -> Iterator[_Router]:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """What a router with random weights makes of random tokens."""
+    """Return the routing of random tokens by a router with random weights."""
 
     module: FamilyModule
     x: Tensor

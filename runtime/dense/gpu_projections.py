@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class GpuPlace:
-    """What a module's launch reads."""
+    """The arguments of a module's kernel launch."""
 
     angles = 0  # numbers of a token's rotation with which the module was tried
     writes_static = True  # the launch writes keys and values of one token into a static cache
@@ -193,5 +193,5 @@ def _biased(module: FamilyModule) -> bool:
 
 
 def serve_gpu_projections(model: nn.Module) -> dict[str, int]:
-    """Let the launch project what it reproduces; return the number of modules changed, by class."""
+    """Replace the modules whose projections the launch reproduces; return how many were changed, by class."""
     return serve_projections(model, _place)

@@ -62,7 +62,7 @@ TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """What a module's projection reads."""
+    """The tensors that a module's projection reads."""
 
     projection: Projection
     modules: dict[str, nn.Module]  # the maps and norms; if one is replaced or hooked, the module's own code runs
@@ -113,7 +113,7 @@ Places = Callable[[FamilyModule, bool], Any]  # from a module, and whether angle
 
 
 def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, int]:
-    """Let the kernel project what it reproduces; return the number of modules changed, by class.
+    """Replace the modules whose projections the kernel reproduces; return how many were changed, by class.
 
     The model's linear maps, norms and attention are served already. `of` makes the places of another device's kernel.
     """

@@ -99,7 +99,7 @@ class Device(Protocol):
         """
 
     def free(self) -> None:
-        """Give back and unpin what the device's kernels read, once no step can read it. May be called twice."""
+        """Free and unpin the memory that the device's kernels read, once no step can read it. May be called twice."""
 
     def rest(self) -> None:
         """Wait until all copies that were asked for so far have ended."""

@@ -189,7 +189,7 @@ class CpuDevice(Migration):
         return self._now
 
     def free(self) -> None:
-        """Do nothing: the memory goes with its last reference."""
+        """Do nothing, because Python frees the memory with its last reference."""
 
     def serve(self) -> None:
         """Keep the threads that serving may use: the files are the host's store."""

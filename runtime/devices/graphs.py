@@ -49,7 +49,7 @@ def current_stream(device: torch.device) -> int:
 
 
 def reserved(device: torch.device, emptied: bool = False) -> int:
-    """Bytes that torch's allocator has taken of a GPU; if `emptied`, after it has given back what it kept for later."""
+    """Return the GPU bytes that torch's allocator has reserved; with `emptied`, first release its unused blocks."""
     if emptied and device.type == "cuda":
         torch.cuda.empty_cache()
     return int(torch.cuda.memory_reserved(device)) if device.type == "cuda" else 0

@@ -108,7 +108,7 @@ def dense_kept_bytes(shapes: Sequence[tuple[int, int]], tokens: int) -> int:
 
 
 def unpacked_bytes(tokens: int, cols: int) -> int:
-    """The most bytes that torch's products of `tokens` tokens take beside inputs and results; 0 without kernels."""
+    """Most bytes that torch's products of `tokens` tokens allocate, without inputs and results; 0 without kernels."""
     return 0 if library() is None else bytes_beside(tokens, cols)
 
 

@@ -39,7 +39,10 @@ class Counters:
 
     @torch.no_grad()
     def add(self, position: int, routing: RouterOutput, fused: bool = False) -> None:
-        """Count a layer's routing, without waiting for the device; with `fused` only what a launch did not add up."""
+        """Count a layer's routing without waiting for the device.
+
+        With `fused`, skip the counts that a launch has added.
+        """
         self.used = True
         index = routing.index
         mask = self._mask(len(index))

@@ -48,14 +48,14 @@ class Handle:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that the expert takes on its device, without the slots in which a GPU decodes it."""
+        """Return the bytes that the expert occupies on its device, without the slots in which a GPU decodes it."""
         if self.packed is not None:
             return self.packed.extent.numel() if self.where is Where.PACKED else 0
         return self.extent.numel() if self.where is Where.DEVICE else 0
 
     @property
     def runs(self) -> Where:
-        """Where the expert can be run; an expert without bytes to run is absent."""
+        """Return where the expert can be run; "absent" if it has no bytes there."""
         return self.where if self.extent.numel() else Where.ABSENT
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class Snapshot:
 
     @cached_property
     def words(self) -> npt.NDArray[np.int64]:
-        """What a device is given: the table, the map of each of REACHES, and second words, int64 [ROWS, experts + 1].
+        """Return int64 [ROWS, experts + 1] for a device: the table, a map for each of REACHES, second words.
 
         Maps are zeros where no expert is out of the device's reach: `only` does not ask for them then.
         """

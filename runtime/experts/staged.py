@@ -24,7 +24,7 @@ NONE = (1 << VERSION_BITS) - 1  # a word of no version: kernels pass over its ex
 
 
 class Gpu(Protocol):
-    """What a stage asks of a GPU: its computing stream, and events on it."""
+    """The GPU operations that a stage needs: its computing stream, and events on that stream."""
 
     def computing(self) -> contextlib.AbstractContextManager[object]:
         """Issue work on the stream that computes."""
@@ -33,7 +33,7 @@ class Gpu(Protocol):
         """Let that stream wait for an event; the host does not."""
 
     def mark(self) -> torch.cuda.Event:
-        """Return an event that comes when the work issued so far has ended."""
+        """Return an event that occurs when the work issued so far has ended."""
 
 
 class Stage:

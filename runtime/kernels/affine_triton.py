@@ -70,7 +70,7 @@ class Geometry:
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What kernels are given of it."""
+        """Return the kernels' arguments for this object."""
         return self.order, self.expert, self.first, self.count
 
 
@@ -91,7 +91,7 @@ def _read(form: Form) -> Constants:
 
 
 def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: bool) -> Constants:
-    """What the kernel for few tokens is compiled for: a thread's columns, loads and share of a matrix's columns.
+    """Return the compile-time constants of the kernel for few tokens: a thread's columns, loads and share.
 
     A warp has U loads' columns of R groups at a time: some four loads of 16 bytes a thread are to be under way, fewer
     if activations are several `terms`, which take registers too. A matrix that is `alone` and has few rows is divided
@@ -117,7 +117,10 @@ def tiling_for(slots: float) -> Tiling:
 
 
 def many_cases(form: Form, rows: int, cols: int, gated: bool) -> Constants:
-    """What the kernel for many tokens is compiled for. Of a gate's rows a program takes half as many, and up's too."""
+    """Return the compile-time constants of the kernel for many tokens.
+
+    With gate and up, a program has half as many rows of each.
+    """
     read = _read(form)
     of = MANY.rows >> gated
     if read["BITS"] == 16:
@@ -256,7 +259,7 @@ def capability(device: torch.device) -> int:
 
 
 def _arranged(x: Tensor, read: Constants) -> tuple[Tensor, Tensor, int]:
-    """What `arrange` makes of [rows, cols]: BF16 [terms, rows, width], float32 sums [groups, rows], and the width."""
+    """Return `arrange`'s results: BF16 [terms, rows, width], float32 sums [groups, rows], and the width."""
     bits = read["BITS"]
     group = read["GROUP"]
     terms = TERMS[x.dtype]

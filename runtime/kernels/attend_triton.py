@@ -184,14 +184,14 @@ def _fits(query: Tensor, heads: int) -> bool:
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, length: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Return what each head of queries reads of a cache: [sequences, 1, heads, size].
+    """Return attention's output over a static cache: [sequences, 1, heads, size].
 
     Args:
         query: [sequences, heads, 1, size].
         keys: and `values`, [sequences, heads of keys, room, size], all contiguous.
-        length: an integer on the device, the tokens that the cache holds, those of `query` included.
-        mask: [sequences or 1, 1, 1, room or more] is added to products; None adds nothing.
-        scaling: of products of queries and keys.
+        length: an integer on the device: the number of tokens in the cache, with those of `query`.
+        mask: [sequences or 1, 1, 1, room or more], added to the logits; None adds nothing.
+        scaling: factor of the products of queries and keys.
     """
     held = power(triton.cdiv(keys.shape[2], KEYS.value))
     stride = 0 if mask is None or mask.shape[0] == 1 else mask.stride(0)
@@ -223,14 +223,14 @@ def append(key: Tensor, value: Tensor, rows: Tensor) -> None:
 def attend_rows(
     query: Tensor, heads: int, rows: Tensor, scaling: float, window: int | None = None, sinks: Tensor | None = None
 ) -> Tensor:
-    """Return what queries read of sequences' own memory, the new token's included: [1, sequences, heads, size].
+    """Return attention's output over each sequence's own cache and new token: [1, sequences, heads, size].
 
     Args:
         query: [1, heads of queries, sequences, size].
         heads: of keys.
         rows: int64 [FIELDS, SEQUENCES], a layer's table.
-        scaling: of products of queries and keys.
-        window: the last tokens that are read; None reads all.
+        scaling: factor of the products of queries and keys.
+        window: how many of the last tokens are read; None reads all.
         sinks: [heads of queries], a logit beside the keys' in each softmax (gpt-oss).
     """
     own = query[0].transpose(0, 1).contiguous()[:, :, None]

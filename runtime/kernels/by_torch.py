@@ -68,6 +68,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def bytes_beside(tokens: int, cols: int) -> int:
-    """The most bytes that `multiply` takes beside x [tokens, cols] and out: converted tokens, weights, a product."""
+    """Return the most bytes that `multiply` allocates: converted tokens, weights and a product, but not x and out."""
     some = min(tokens, TOKENS)
     return 4 * (some * cols + ROWS * (cols + some))

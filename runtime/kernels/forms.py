@@ -132,7 +132,7 @@ def slice_rows(rows: int, cols: int) -> int:
 
 
 def slice_bytes(rows: int, cols: int, tokens: int) -> int:
-    """The bytes that a GPU takes beside a packed dense matrix, its BF16 activations and its result."""
+    """Return the GPU bytes that a product allocates, without the packed matrix, its BF16 activations and its result."""
     some = slice_rows(rows, cols)
     return 2 * some * cols + (2 * some * tokens if some < rows else 0)
 

@@ -48,7 +48,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What a launch makes of some tokens' routing."""
+    """The results of routing some tokens in one launch."""
 
     index: Tensor  # int64 [tokens, top_k]
     gates: Tensor  # [tokens, top_k]
@@ -58,7 +58,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Where routing is counted: rows of one layer, on the device."""
+    """The device counters of one layer's routing."""
 
     counts: Tensor  # int64 [experts or more]
     sums: Tensor | None = None  # float64, of gates
@@ -346,7 +346,7 @@ def power(of: int) -> int:
 
 
 def fits(tokens: int, top_k: int, experts: int) -> bool:
-    """Whether `route` takes so many tokens."""
+    """Return whether `route` accepts this many tokens."""
     return 0 < tokens <= TOKENS and 0 < top_k <= TOP_K and experts <= EXPERTS
 
 

@@ -98,7 +98,7 @@ def _switch(  # type: ignore[no-untyped-def]
 def _versions(
     forms: tuple[Form, ...], served: tuple[int, ...], rows: int, cols: int, terms: int, gated: bool
 ) -> dict[int, tuple[tuple[object, ...], ...]]:
-    """What the kernel is compiled for, by the number of warps: each version's arguments of `few`."""
+    """Return the kernel's compile-time constants by number of warps: each version's arguments of `few`."""
     out: dict[int, tuple[tuple[object, ...], ...]] = {}
     for number in served:
         f = forms[number]

@@ -119,7 +119,7 @@ def grow_in_place(cache: object, most: int) -> None:
 
 
 def growth(cache: object, spare: int = SPARE) -> tuple[int, int, bool]:
-    """What one more token adds to a cache's layers that append in place.
+    """Measure what one more token adds to a cache's layers that append in place.
 
     From now on these take memory for at most `spare` tokens ahead.
 

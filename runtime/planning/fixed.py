@@ -60,7 +60,7 @@ class Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """The bytes of a forward pass beside weights and cache, bilinear in the pass's tokens and the cache's length."""
+    """Bytes that a forward pass allocates: bilinear in the pass's tokens and the cache's length."""
 
     # `passes`, `lengths`: the numbers of tokens of two measured passes, and two lengths of the cache after a pass
     passes: tuple[int, int] = (1, 2)
@@ -94,7 +94,7 @@ class MeasuredNeeds:
         return self.kv.bytes(self.workload.kv_tokens, self.workload.batch)
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
-        """Return the bytes of a pass beside weights and caches; within the workload, at most `activations`."""
+        """Return the bytes that a pass allocates, without weights and caches; at most `activations` in the workload."""
         asked = self.workload
         if not asked.prefill_tokens:
             return 0

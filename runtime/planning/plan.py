@@ -138,8 +138,7 @@ class Plan:
         return even_bytes(self.growing(), self.experts, left)
 
     def growing(self) -> list[list[int]]:
-        """Return the bytes that placing an expert adds, [layers][placements]; 0 for a base version that always stays.
-        """
+        """Return the bytes that placing an expert adds, [layers][placements]; 0 for a base version that stays."""
         return [[*row[:-1], 0 if self.keep else row[-1]] for row in self.sizes]
 
     def ladders(self) -> list[Ladder]:

@@ -256,7 +256,7 @@ class Probe:
 
 
 def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
-    """What tells decoder layers apart: their modules, plain settings (but for the layer's number), and shapes."""
+    """Return a key of a decoder layer's modules, plain settings (except the layer's number) and shapes."""
     found: list[object] = []
     for name, module in layer.named_modules():
         settings = vars(module).items()

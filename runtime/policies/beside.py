@@ -38,7 +38,7 @@ class Moves:
         return min(MARGIN * self._largest, max(self._largest, room // SHARE)) if self._moves else 0
 
     def settle(self, layer: int, placed: Sequence[int], coming: Sequence[int]) -> None:
-        """Take note of what has become of a layer's moves since it was last reached.
+        """Update the record of a layer's moves since the last call for this layer.
 
         Args:
             layer: the layer's position.

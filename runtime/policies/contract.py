@@ -192,7 +192,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What a plan takes into account when it predicts how long decoding a token takes under a policy."""
+    """The facts about a policy from which a plan predicts how long decoding a token takes."""
 
     # Experts for which a token waits: "none"; "held": those that the first map lacks; "recent": those not used lately
     waits_for: Literal["none", "held", "recent"] = "none"
@@ -253,7 +253,7 @@ class LiveOptions:
 
     @property
     def decoding(self) -> Decoding | None:
-        """How a plan predicts decoding; `None` if it cannot."""
+        """Return how a plan predicts the time of decoding, or None if it cannot."""
         return Decoding("held" if self.on_demand else "none")
 
     @property

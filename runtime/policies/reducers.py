@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float64]  # [experts]
 
 @dataclass(slots=True)
 class RouterOutput:
-    """What a layer's router made of a pass's tokens: tensors on the device that runs the experts."""
+    """A layer's routing of a pass's tokens: tensors on the device that runs the experts."""
 
     index: Tensor  # integers [tokens, top_k], the chosen experts; a number past the last expert is none
     gates: Tensor  # [tokens, top_k], the weights of these experts

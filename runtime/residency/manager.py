@@ -371,7 +371,7 @@ class ResidencyManager:
 
     @property
     def waits(self) -> int:
-        """How often forward passes waited for an expert."""
+        """Return the number of times that forward passes waited for an expert."""
         return self.on_demand.waits
 
     @property

@@ -121,7 +121,7 @@ class OnDemandLoader:
             return [origins[key] for key, _ in waits]
 
     def drop_all(self) -> None:
-        """Put every expert back at the base and free all other blocks, whatever was interrupted."""
+        """Reset every expert to the base and free all other blocks, also after an interrupted pass."""
         residency = self._residency
         with self._transitions.lock:
             residency.recover(self._transitions.pools)

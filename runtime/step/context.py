@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a step reads of a sequence (residency/sequences.py)."""
+    """The attributes of a sequence that a step reads (residency/sequences.py)."""
 
     sequence: int = 0  # the sequence's number, from 1; 0 where the policy does not ask
     tokens: int = 0  # tokens of a prompt or of a chunk of one, over the batch; 0 while decoding
@@ -84,7 +84,7 @@ class HeavyHitters(Protocol):
 
 
 class SequenceTable(Protocol):
-    """Where launches find the memory of a pass's sequences."""
+    """The table by which launches find the memory of a pass's sequences."""
 
     sequences: int  # the most of a pass
     there: Tensor  # the table on the device

@@ -379,7 +379,7 @@ def test_a_repository_of_something_else_is_left_alone(
         assert client.hub.files["someone/mini"] == before
 
     client.hub.files["someone/mini"] = {".gitattributes": b"", "config.json": b"{}"}
-    left("holds config.json, and is not a bundle", bundle)
+    left("contains config.json and is not a bundle", bundle)
     client.hub.files["someone/mini"] = {"manifest.json": b"{}", "a": b""}
     left("is not a bundle's", bundle)
     client.hub.files["someone/mini"] = {".gitattributes": b"", "README.md": b"---\nlicense: mit\n---\n"}

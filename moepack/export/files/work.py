@@ -85,7 +85,7 @@ class ExportDirectory:
         return name in self._whole
 
     def path(self, folder: str, name: str) -> Path:
-        """Where a file of a folder is; makes the folder."""
+        """Return the path of a file in a folder, and create the folder."""
         (self.root / folder / name).parent.mkdir(parents=True, exist_ok=True)
         return self.root / folder / name
 
@@ -109,7 +109,7 @@ class ExportDirectory:
         left = needed - sum(size for size, _ in self._whole.values())
         free = shutil.disk_usage(self.root).free
         if left > free:
-            raise TargetError(f"{self._target}: has no room: {left:,} bytes are to come, {free:,} are free")
+            raise TargetError(f"{self._target}: the disk lacks room: {left:,} bytes to write, {free:,} free")
 
     def publish(self) -> None:
         """Give the folder FILES the output's name, and remove the rest."""

@@ -72,7 +72,7 @@ def size_of(metadata: Metadata, tensors: Mapping[str, Tensor], most: int) -> int
 def open_files(
     work: ExportDirectory, folder: str, metadata: Metadata, tensors: Mapping[str, Tensor], most: int
 ) -> Files:
-    """The files of a model, to be filled in a folder of a working directory."""
+    """Create the GGUF files of a model, to be filled, in a folder of a working directory."""
     parts = _parts(tensors, most)
     count = len(parts)
     names = [f"{FILE}-{i + 1:05d}-of-{count:05d}.gguf" for i in range(count)] if count > 1 else [f"{FILE}.gguf"]

@@ -123,14 +123,16 @@ class Llama:
                 raise OSError(f"llama.cpp was ended by {signal.Signals(-process.returncode).name}: is memory short?")
             if "iostream" in why:  # all that it says of a full disk
                 raise OSError(f"llama.cpp says: {why}: is the disk full?")
-            raise InputError(f"--lossy {mix}: llama.cpp does not quantise it: {why or f'status {process.returncode}'}")
+            raise InputError(
+                f"--lossy {mix}: llama.cpp cannot quantise this model: {why or f'status {process.returncode}'}"
+            )
 
     def tensors(self, path: Path) -> Iterator[Blocks]:
         """The tensors of a file, mapped."""
         base = self._base
         file = base.gguf_init_from_file(os.fsencode(path), _InitParams(True, None))
         if not file:
-            raise InputError(f"{path}: llama.cpp does not read what it wrote")
+            raise InputError(f"{path}: llama.cpp cannot read the file that it wrote")
         try:
             begin = base.gguf_get_data_offset(file)
             mapped = np.memmap(path, np.uint8, "r")

@@ -36,7 +36,7 @@ _AT_ONCE = 1 << 24  # weights that are float32 at a time
 
 @dataclass
 class _Sum:
-    """What is known of a kind of matrix."""
+    """The running error sums of one kind of matrix."""
 
     squares: float = 0.0
     power: float = 0.0

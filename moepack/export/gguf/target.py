@@ -173,7 +173,7 @@ def _config(job: ExportJob) -> JsonObject:
 
 
 def model_family(job: ExportJob) -> Family:
-    """What llama.cpp knows of the job's model. Raises InputError for one that is not known here."""
+    """Return llama.cpp's description of the job's model. Raises InputError for a model without one."""
     return family_of(str(job.bundle.path), _config(job))
 
 

@@ -30,7 +30,7 @@ def check_engine(name: str, address: str | None) -> None:
     if name not in NAMES:
         raise InputError(f"engine {name!r} is unknown: there are {', '.join(NAMES)}")
     if name == "local" and address is not None:
-        raise InputError("--address is a Ray cluster's: say --engine ray as well")
+        raise InputError("--address names a Ray cluster: give --engine ray as well")
     if name == "ray":
         if importlib.util.find_spec("ray") is None:
             raise MissingExtraError("ray", "ray")

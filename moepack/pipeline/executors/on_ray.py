@@ -109,7 +109,7 @@ class OnRay:
             need = needs(memory[-1], self._gpus)
             if not slots(self._nodes, need):
                 parts = f"{need['CPU']:g} core, {need['memory'] / 2**30:.1f} GiB" + ", a GPU" * self._gpus
-                raise InputError(f"Ray: one of this build's tasks takes {parts}, and no node of the cluster has that")
+                raise InputError(f"Ray: a task of this build needs {parts}, and no node of the cluster has that")
             groups = {i: _group(work.tasks[i], inputs) for i in missing}
             sent = {group: _sent(work.tasks[i], inputs) for i, group in groups.items()}
             layer.bytes = sum(what.bytes for what in sent.values())
@@ -203,7 +203,7 @@ class OnRay:
         if expected:
             if expected != digest.hexdigest():
                 own.unlink()
-                raise InputError(f"Ray: {path.name} came with other bytes than it left with: run again to go on")
+                raise InputError(f"Ray: {path.name} was changed in transfer: run the command again to continue")
             sync(own)
             own.replace(path)
             layer.here = True
@@ -262,5 +262,5 @@ def needs(memory: int, gpus: int) -> dict[str, float]:
 
 
 def slots(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int:
-    """How many tasks that each need `need` run at once on nodes with these resources."""
+    """Return how many tasks, each with the resources `need`, run at once on these nodes."""
     return sum(min(int(node.get(name, 0.0) // wanted) for name, wanted in need.items()) for node in nodes)

@@ -58,7 +58,7 @@ class VllmNames:
 
 
 class _Now(Collector):
-    """What a scheduler says of itself at this moment."""
+    """Collects a scheduler's present state as metrics."""
 
     def __init__(self, scheduler: Scheduler, values: tuple[str, str]) -> None:
         self._scheduler, self._values = scheduler, values

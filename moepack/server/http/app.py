@@ -268,7 +268,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """What the jobs of a request are made from."""
+    """The parsed parts of a request from which its jobs are made."""
 
     prompts: list[list[int]]
     reader: Callable[[], AnswerReader] = PlainReader  # makes what reads an answer of a chat

@@ -165,7 +165,7 @@ class StreamOptions(Body):
 
 
 class UsageOptions(StreamOptions):
-    """Where a stream has its token counts."""
+    """Options for the token counts of a stream."""
 
     include_usage: Flag = False
     continuous_usage_stats: Flag = False  # in every chunk, as vLLM says it
@@ -304,7 +304,7 @@ def _joined(content: Content | None) -> str:
 
 
 class AnyMessage(Body):
-    """What all messages have."""
+    """The fields of every message."""
 
     role: Text
     content: Content | None

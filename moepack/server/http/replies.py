@@ -122,7 +122,7 @@ class Reply:
 
 
 def sse(value: dict[str, object], name: str | None = None) -> bytes:
-    """Format one server-sent event, with a name of its own or without."""
+    """Format one server-sent event; `name` is its event type, if any."""
     head = "" if name is None else f"event: {name}\n"
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return f"{head}data: {text}\n\n".encode(errors="replace")

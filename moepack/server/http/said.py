@@ -1,4 +1,4 @@
-"""What an answer says so far: its text, its reasoning and its calls, from the events of its job."""
+"""The answer so far: text, reasoning and calls, collected from the events of a job."""
 
 from __future__ import annotations
 

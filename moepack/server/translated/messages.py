@@ -179,7 +179,7 @@ class MessagesTool(BaseFunction, Cached):
 
 
 class ToolChoice(Body):
-    """What must be called."""
+    """The tools that an answer may or must call."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None

@@ -54,7 +54,7 @@ def _joined(parts: Parts) -> str:
 
 
 class InputItem(Body):
-    """What all items may have: fields of our answers, which clients send back."""
+    """Optional fields of every item: our answers contain them, and clients send them back."""
 
     id: Text | None = None
     status: Text | None = None
@@ -269,7 +269,7 @@ class ResponsesBody(parse.Sampled):
         )
 
     def _repeated(self) -> Object:
-        """What the answer repeats of the request."""
+        """Return the request's fields that the answer repeats."""
         return {
             "instructions": self.instructions,
             "metadata": self.metadata,

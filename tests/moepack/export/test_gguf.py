@@ -288,7 +288,7 @@ def llama_model_quantize(source, target, how):
 ENDS = {
     "killed": ("b''", "os.kill(os.getpid(), 9)", "cannot be written: llama.cpp was ended by SIGKILL: is memory short?"),
     "full": (r"b'failed: basic_ios::clear: iostream error\n'", "return 1", "iostream error: is the disk full?"),
-    "assertion": (r"b'GGML_ASSERT failed\n'", "os.abort()", "llama.cpp does not quantise it: GGML_ASSERT failed"),
+    "assertion": (r"b'GGML_ASSERT failed\n'", "os.abort()", "llama.cpp cannot quantise this model: GGML_ASSERT failed"),
 }
 
 

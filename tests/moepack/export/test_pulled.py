@@ -111,10 +111,10 @@ REFUSALS: dict[str, tuple[str, str, str]] = {
     "no dense": ("symmetric", "--for vllm --bits 4 --dense w3", "has no version w3 of dense matrices: it has bf16, w8"),
     "zeros": ("fractional", "--for vllm --bits 4", "--for vllm: w4 is not exported: "),
     "zeros of llama.cpp": ("fractional", "--for llama.cpp --bits 4", "zero points are not the middle code"),
-    "two": ("symmetric", "--for vllm --bits 4 --fit 1GB", "--bits and --fit: each says what to export: give one"),
+    "two": ("symmetric", "--for vllm --bits 4 --fit 1GB", "--bits and --fit: each chooses what to export"),
     "of a bundle": ("symmetric", "--for vllm --bits 4 --versions w4", "chooses what it needs: leave --versions out"),
     "of a plan": ("symmetric", "--for vllm --bits 4 --kv-tokens 9", "chooses what it needs: leave --kv-tokens out"),
-    "without": ("symmetric", "--bits 4", "--bits belongs to --for"),
+    "without": ("symmetric", "--bits 4", "--bits needs --for"),
 }  # fmt: skip
 
 

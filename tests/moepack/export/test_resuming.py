@@ -360,7 +360,7 @@ def test_no_room(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("usage", (), {"free": needed - 1}))
     refused(
         cli("export", bundle, "-o", tmp_path / "out", "--bits", "4", "-q"),
-        f"out: has no room: {needed:,} bytes are to come, {needed - 1:,} are free",
+        f"out: the disk lacks room: {needed:,} bytes to write, {needed - 1:,} free",
     )
     assert list(tmp_path.iterdir()) == []
 

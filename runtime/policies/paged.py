@@ -333,6 +333,7 @@ class Paged:
         return min(room, max(self._window, int(self._options.alpha * self._all)))
 
     def _reached(self, event: LayerReached) -> Changes:
+        self._began = True  # a policy made anew after an interruption has nothing to place before passes
         layer = event.layer
         used = event.counts.nonzero()[0]
         if event.placed is not None and event.coming is not None:

@@ -249,6 +249,27 @@ def test_a_version_without_coded_bytes_stays_as_far_as_it_fits() -> None:
         policy.decide(reached(0, range(EXPERTS), 2000, [wanted.get((0, e), 1) for e in range(EXPERTS)]))
 
 
+def test_what_a_layer_needs_is_decoded_by_a_policy_that_began_amid_passes() -> None:
+    """As after an interruption: what passes decoded is not also counted as staying, of which no pass takes care."""
+    window = 2 * EXPERTS * WHOLE
+    rooms = (window + LAYERS * EXPERTS * WHOLE, window + 800, window)
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        policy = Paged(setting(), PagedOptions(alpha=1, resident=0.5, interval=0, ahead=("yes", "no")[seed % 2]))
+        at = [[2] * EXPERTS for _ in range(LAYERS)]
+        for turn in range(21):
+            room = int(rng.choice(rooms))
+            for layer in range(LAYERS):
+                size = int(rng.choice((1, 2, 8))) if turn else EXPERTS
+                used = rng.choice(EXPERTS, size, replace=False).tolist()
+                answer: Any = policy.decide(reached(layer, used, room, at[layer]))
+                for (p, e), placement in (answer | answer.beside).items():
+                    at[p][e] = placement
+                assert all(at[layer][e] == DECODED for e in used)
+            if not turn:
+                policy.decide(interval(1.0, room=[room // LAYERS] * LAYERS))
+
+
 # --- what users write
 
 

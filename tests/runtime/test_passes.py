@@ -116,7 +116,7 @@ def test_a_step_ends_though_its_pages_or_its_mark_do_not(
     """Else the blocks that it could read would never be free again."""
     live = model.moepack.manager
     if what == "pages":
-        monkeypatch.setattr(live, "paging", SimpleNamespace(begin=lambda: None, end=raising(RuntimeError)))
+        monkeypatch.setattr(live, "in_place", SimpleNamespace(begin=lambda: None, end=raising(RuntimeError)))
     else:
         monkeypatch.setattr(live.residency, "_mark", raising(RuntimeError))
     with pytest.raises(RuntimeError, match="planted"), live.step():

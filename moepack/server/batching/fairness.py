@@ -37,7 +37,7 @@ def gives_way(running: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class UnreadPrompt:
     """What a running sequence has yet to read before its next token."""
 
     request: int
@@ -51,7 +51,7 @@ class Prompt:
         return min(self.left, self.most)
 
 
-def shares(decoding: int, prompts: Sequence[Prompt], room: int) -> tuple[int, list[tuple[int, int]]]:
+def shares(decoding: int, prompts: Sequence[UnreadPrompt], room: int) -> tuple[int, list[tuple[int, int]]]:
     """Share a pass of `room` tokens between `decoding` sequences, which read one each, and prompts.
 
     Prompts have what decoding leaves, at least half of a pass. The request with the fewest tokens left reads first, but
@@ -79,7 +79,7 @@ def shares(decoding: int, prompts: Sequence[Prompt], room: int) -> tuple[int, li
     return decodes, given
 
 
-def _readers(prompts: Sequence[Prompt]) -> list[int]:
+def _readers(prompts: Sequence[UnreadPrompt]) -> list[int]:
     """Return the places of the prompts that read and do not wait for another one's chunk, in the order of reading."""
     firsts: dict[Hashable, int] = {}  # who reads a chunk, of those of one request
     for n, one in enumerate(prompts):
@@ -101,5 +101,5 @@ def _readers(prompts: Sequence[Prompt]) -> list[int]:
     return readers
 
 
-def _wanted(prompts: Sequence[Prompt], readers: Sequence[int], request: int) -> int:
+def _wanted(prompts: Sequence[UnreadPrompt], readers: Sequence[int], request: int) -> int:
     return sum(prompts[n].wanted for n in readers if prompts[n].request == request)

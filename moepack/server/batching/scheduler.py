@@ -26,7 +26,7 @@ from moepack.server.errors import ApiError, failed, not_finite, stopping, too_lo
 from moepack.server.options import UNLIMITED, Limits
 
 from .engine import CacheSlot, Engine, StepInput
-from .fairness import Prompt, claims, gives_way, joins, shares
+from .fairness import UnreadPrompt, claims, gives_way, joins, shares
 from .jobs import Job, JobEvent
 from .packed_cache import NotPackable
 from .prefixes import CHUNK, chunk_keys
@@ -360,13 +360,13 @@ class Scheduler:
         planned += [(reading[n], self._input(reading[n], count, keeps)) for n, count in given]
         return planned
 
-    def _prompt(self, one: _Sequence, keeps: int) -> Prompt:
+    def _prompt(self, one: _Sequence, keeps: int) -> UnreadPrompt:
         """What a sequence has yet to read."""
         item = self._input(one, one.left, keeps)
         left = len(item.tokens)
         number = item.start // CHUNK
         chunk = one.keys[: number + 1] if number in self._engine.new_chunks(item) else None
-        return Prompt(one.request, left, SCORED if self._scores(one) else left, chunk)
+        return UnreadPrompt(one.request, left, SCORED if self._scores(one) else left, chunk)
 
     def _input(self, one: _Sequence, count: int, keeps: int) -> StepInput:
         """Return the next tokens of a sequence, at most `count`, beyond those that are kept."""

@@ -96,7 +96,7 @@ def test_a_size_chooses_a_width_for_each_layer(hub: Hub, of_zeros: Made, tmp_pat
     assert {n for n in got(hub) if n.startswith("experts/")} == layers("w8") | layers("w4") | looked_at
     least = export(of_zeros("symmetric"), tmp_path / "none", "compressed-tensors", Wanted("2"), dry_run=True).bytes
     refused(
-        cli("pull", "someone/symmetric", "-o", tmp_path / "no", "--for", "vllm", "--fit", "1kB", "-q"),
+        cli("pull", "someone/symmetric", "-o", tmp_path / "no", "--for", "vllm", "--fit", "1000", "-q"),
         f"the smallest that is exported takes {least:,} bytes",
     )
     assert {p.name for p in tmp_path.iterdir()} == {"out"}

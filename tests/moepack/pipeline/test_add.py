@@ -219,7 +219,7 @@ def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, mon
 
     not_added("name the versions to add", [])
     not_added("version 'w5' is unknown", ["w5"])
-    not_added("--group-size w2=48: groups are of", ["w2"], {"w2": 48})
+    not_added("group_size w2=48: groups are of", ["w2"], {"w2": 48})
     not_added("this version is not added", ["w2"], {"w4": 32})
     not_added("is not calibrated yet", work=tmp_path / "none")
     (tmp_path / "full").mkdir()

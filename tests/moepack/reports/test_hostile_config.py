@@ -161,7 +161,7 @@ READ: dict[str, tuple[Callable[[Victim], None], str]] = {
 
 @pytest.mark.parametrize("name", READ)
 def test_what_transformers_reads_is_looked_at_before(
-    name: str, victim: Victim, monkeypatch: pytest.MonkeyPatch
+    name: str, victim: Victim, monkeypatch: pytest.MonkeyPatch, evaluation: Path
 ) -> None:
     def read(*asked: Any, **more: Any) -> None:
         raise AssertionError("it was read")
@@ -174,7 +174,7 @@ def test_what_transformers_reads_is_looked_at_before(
         lambda: moepack.load(victim.path),
         lambda: generate(victim.path, "The", max_new_tokens=1),
         lambda: serve(Serve(str(victim.path), port=0), lambda where: None),
-        lambda: evaluate(victim.path, ["no file"], samples=1),
+        lambda: evaluate(victim.path, [str(evaluation)], samples=1),
         match=message,
     )
 

@@ -151,7 +151,7 @@ def test_the_command(bundle: Path) -> None:
 
 
 def test_what_does_not_fit(bundle: Path) -> None:
-    code, out, err = cli("plan", bundle, "--device-memory", "1MB", "--json")
+    code, out, err = cli("plan", bundle, "--device-memory", "1000000", "--json")
     facts = json.loads(out)
     assert code == 2 and facts["feasible"] is False and facts["expected_relative_loss"] is None
     lines = [line for line in err.splitlines() if line.startswith("moepack: ")]

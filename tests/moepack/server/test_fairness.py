@@ -13,19 +13,19 @@ from arithmetic import Bench, Machine, expected
 from hypothesis import example, given, settings
 from live_models import wait_for
 
-from moepack.server.batching.fairness import Prompt, claims, gives_way, joins, shares
+from moepack.server.batching.fairness import UnreadPrompt, claims, gives_way, joins, shares
 from moepack.server.batching.jobs import Job, JobEvent
 from moepack.server.options import Limits, Sampling
 
 # --- the rule
 
 LEFT = st.integers(1, 60)
-PROMPTS = st.lists(st.builds(Prompt, st.integers(0, 4), LEFT, LEFT, st.none() | st.integers(0, 2)), max_size=12)
+PROMPTS = st.lists(st.builds(UnreadPrompt, st.integers(0, 4), LEFT, LEFT, st.none() | st.integers(0, 2)), max_size=12)
 
 
 @given(st.integers(0, 40), PROMPTS, st.integers(1, 64))
 @settings(max_examples=400, deadline=None)
-def test_a_pass_is_shared(decoding: int, prompts: list[Prompt], room: int) -> None:
+def test_a_pass_is_shared(decoding: int, prompts: list[UnreadPrompt], room: int) -> None:
     """It is full if there is enough to read. Nobody reads more than it may, nor what another one reads. The oldest
     request has half of what prompts have, and one that is shorter than all others and fits the other half, all."""
     decodes, given = shares(decoding, prompts, room)
@@ -61,17 +61,17 @@ def test_a_pass_is_shared(decoding: int, prompts: list[Prompt], room: int) -> No
 
 def test_equal_prompts_are_read_one_after_the_other() -> None:
     """Not side by side, which would end all of them late."""
-    prompts = [Prompt(n, 100, 100) for n in range(3)]
+    prompts = [UnreadPrompt(n, 100, 100) for n in range(3)]
     assert shares(4, prompts, 64) == (4, [(0, 60)])
     assert shares(0, prompts, 128) == (0, [(0, 100), (1, 28)])
 
 
 def test_a_request_is_as_long_as_all_that_it_reads() -> None:
     """Two choices of 40 tokens come after one prompt of 50, and before it if they read the same."""
-    alone = Prompt(2, 50, 50)
-    assert shares(0, [Prompt(0, 500, 500), *[Prompt(1, 40, 40)] * 2, alone], 100)[1] == [(3, 50), (0, 50)]
-    same = [Prompt(1, 40, 40, "chunk")] * 2
-    assert shares(0, [Prompt(0, 500, 500), *same, alone], 100)[1] == [(1, 40), (3, 10), (0, 50)]
+    alone = UnreadPrompt(2, 50, 50)
+    assert shares(0, [UnreadPrompt(0, 500, 500), *[UnreadPrompt(1, 40, 40)] * 2, alone], 100)[1] == [(3, 50), (0, 50)]
+    same = [UnreadPrompt(1, 40, 40, "chunk")] * 2
+    assert shares(0, [UnreadPrompt(0, 500, 500), *same, alone], 100)[1] == [(1, 40), (3, 10), (0, 50)]
 
 
 @given(st.lists(st.integers(0, 5), min_size=1), st.lists(st.integers(0, 5), min_size=1))

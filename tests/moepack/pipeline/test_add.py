@@ -226,7 +226,7 @@ def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, mon
     (tmp_path / "full" / "x").write_text("")
     not_added("is not empty", output=tmp_path / "full")
     other = Path(shutil.copytree(short_model, tmp_path / "model"))
-    not_added("name another --work", checkpoint=other)
+    not_added("name another work", checkpoint=other)
     with pytest.raises(InputError, match="name one with work"):
         pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN, "x"), [text], keep=True)
     pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN.replace("12", "4"), "x"), [text], work=tmp_path / "v")

@@ -27,6 +27,7 @@ from moepack.runtime.devices import migration
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import Plan, make_plan
 from moepack.runtime.policies.hotness import HotnessOptions
+from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.store import files as store_module
 from moepack.runtime.trace import read_trace
 
@@ -313,7 +314,7 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
                 time.sleep(rng.random() * 0.01)
                 if any(_digest(h) != before for h, before in seen):
                     problems.append("bytes changed under a step")
-                step.counters.add(0, torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
+                step.counters.add(0, RouterOutput(torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)))
             if live.tracker.reserved > live.plan.budget:
                 problems.append("over the budget")
             time.sleep(rng.random() * 0.004)

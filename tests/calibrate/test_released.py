@@ -280,7 +280,11 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
     "a rotated one": ("int4", say(transform_config={"config_groups": {}}), "no rotated weights"),
     "no config groups": ("int4", say(config_groups=None), "has no config_groups"),
     "no targets": ("int4", lambda t, q: q["config_groups"]["group_0"].pop("targets"), "without targets"),
-    "a bad target": ("int4", lambda t, q: q["config_groups"]["group_0"].update(targets=["re:("]), "no expression"),
+    "a bad target": (
+        "int4",
+        lambda t, q: q["config_groups"]["group_0"].update(targets=["re:("]),
+        "not a valid regular expression",
+    ),
     "not compressed": ("int4", say(quantization_status="frozen"), "says quantization_status 'frozen'"),
     "integers that are floats": ("int8 signed", cast("weight", torch.float8_e4m3fn), "8-bit integers"),
     "floats that are integers": ("ct fp8 rows", cast("weight", torch.int8), "8-bit floats"),

@@ -10,7 +10,7 @@ With `lo=pinned` a GPU decodes in place, no pass waits, and coded bytes move bes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -229,8 +229,8 @@ def pass_seconds(layers: Sequence[Sequence[float]], rates: Sequence[float]) -> f
 class _Decoded(MixedCache):
     """Decoded experts. Layers run in turn, so that the last one used is needed again the latest: it leaves first.
 
-    Before it come experts that the last STALE passes did not use. Least recently used would never find an expert where
-    a pass needs more than there is room for.
+    Before it leave experts that were prefetched in vain, and those that the last STALE passes did not use: both are at
+    the front of `held`. Least recently used would never find an expert where a pass needs more than there is room for.
     """
 
     def __init__(self, sizes: Sequence[int], most: Sequence[Sequence[int]] | None) -> None:
@@ -239,10 +239,14 @@ class _Decoded(MixedCache):
         self.layers_run = 0
         self._when: dict[Key, int] = {}
 
-    def leaving(self) -> Iterable[Key]:
+    def leaving(self) -> Iterator[Key]:
+        keys = list(self.held)
         oldest = self.layers_run - STALE * len(self._sizes)
-        stale = [key for key in self.held if self._when[key] < oldest]
-        return stale + [key for key in reversed(self.held) if self._when[key] >= oldest]
+        first = 0
+        while first < len(keys) and (not self._used[keys[first]] or self._when[keys[first]] < oldest):
+            yield keys[first]
+            first += 1
+        yield from reversed(keys[first:])
 
     def _put(self, key: Key, placement: int) -> None:
         super()._put(key, placement)
@@ -273,8 +277,11 @@ class Paged:
         self._whole = np.array(sizes, np.int64)
         self._cache = _Decoded(sizes, setting.most)
         self._all = sum(n * size for n, size in zip(setting.experts, sizes, strict=True))
-        self._coded = [np.zeros(n, np.bool_) for n in setting.experts]  # coded bytes are in memory, or on their way
-        self._stays = [np.zeros(n, np.bool_) for n in setting.experts]  # the share that is kept uncompressed
+        # [layers, the most experts of one]: whose coded bytes are in memory, or on their way; and which experts are the
+        # share that is kept uncompressed. Single arrays, because their bytes are summed several times a layer
+        shape = len(setting.experts), max(setting.experts)
+        self._coded = np.zeros(shape, np.bool_)
+        self._stays = np.zeros(shape, np.bool_)
         self._began = False
 
     @property
@@ -322,8 +329,8 @@ class Paged:
 
     def _taken(self) -> int:
         """Bytes of coded experts, and of those that stay uncompressed."""
-        coded = np.array([row.sum() for row in self._coded]) @ self._sizes
-        return int(coded + np.array([row.sum() for row in self._stays]) @ self._whole)
+        coded = np.count_nonzero(self._coded, axis=1) @ self._sizes
+        return int(coded + np.count_nonzero(self._stays, axis=1) @ self._whole)
 
     def _room(self, capacity: Sequence[int]) -> int:
         """Bytes for decoded experts that come and go."""
@@ -367,9 +374,11 @@ class Paged:
     def _see(self, layer: int, placed: npt.NDArray[np.int64], coming: npt.NDArray[np.int64]) -> None:
         """Note where a layer's experts are, some of which the KV cache may have pushed out."""
         if self._is_coded:
-            self._coded[layer] &= placed != self._base
-            self._coded[layer] |= (placed == CODED) | (coming == CODED)
-        self._stays[layer] &= (placed == DECODED) | (coming == DECODED)
+            coded = self._coded[layer, : len(placed)]
+            coded &= placed != self._base
+            coded |= (placed == CODED) | (coming == CODED)
+        stays = self._stays[layer, : len(placed)]
+        stays &= (placed == DECODED) | (coming == DECODED)
 
     def _yield(self, room: int, needed: set[Key]) -> dict[Key, int]:
         """Put experts at the base until the window has room; the shares x and then y yield, the coldest first.
@@ -397,10 +406,11 @@ class Paged:
         """Let a layer's coded experts become as many as the planner wants; return those that come beside passes."""
         assert self.shares is not None
         layer = event.layer
-        coded = self._coded[event.layer]
+        count = self._setting.experts[layer]
+        coded = self._coded[layer, :count]
         placed = event.placed
         coming = event.coming
-        wanted = np.zeros(len(coded), np.bool_)
+        wanted = np.zeros(count, np.bool_)
         wanted[self.shares.order[layer][: self.shares.held[layer]]] = True
         for expert in np.flatnonzero(coded & ~wanted).tolist():
             if expert not in needed and (layer, expert) not in self._cache.held:
@@ -408,7 +418,7 @@ class Paged:
                 gone[layer, expert] = self._base
         if placed is None or coming is None:
             return {}
-        absent = np.flatnonzero(wanted & ~coded & ~self._stays[layer] & (np.array(placed) == self._base))
+        absent = np.flatnonzero(wanted & ~coded & ~self._stays[layer, :count] & (np.array(placed) == self._base))
         beside: dict[Key, int] = {}
         room = sum(event.capacity) - self._taken() - self._window
         for expert in absent.tolist():

@@ -19,7 +19,7 @@ from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels import affine_triton, attend_triton, exponent_triton, step_triton, switch_triton
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.kernels.routing_triton import Routing, Tally, route, second_words
+from moepack.runtime.kernels.routing_triton import Routing, Tally, route
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, named arguments
 # Qwen3-30B-A3B's layers
@@ -153,12 +153,6 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
         tally = Tally(torch.zeros_like(table), zeros(count, dtype=torch.float64), zeros(tokens, dtype=torch.int64))
         route(form, table, affine_triton.DECODE.tokens, zeros(tokens, count), bias, tally=tally)
 
-    def choice(count: int, scores: torch.dtype, tied: bool) -> None:
-        table = zeros(count, dtype=torch.int64)
-        most = zeros(count + 1, dtype=torch.int32)
-        ranked = zeros(count, dtype=scores), torch.zeros_like(table) if tied else None
-        second_words(table, torch.zeros_like(table), torch.zeros_like(table), ranked, most)
-
     def attention(size: int, masked: bool) -> None:
         cache = zeros(1, KEYS, 4096, size)
         length = zeros(1, dtype=torch.int64)
@@ -197,8 +191,6 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
     choices = (False, True)
     ways: dict[str, Callable[[], None]] = {"of experts": total}
     ways |= {f"{n} {t}x{c}": partial(routing, form, t, c) for n, form in ROUTERS.items() for t, c in sizes}
-    by = {"gates": (torch.float64, False), "tokens": (torch.int64, False), "heavy hitters": (torch.int64, True)}
-    ways |= {f"words by {n} of {c}": partial(choice, c, *of) for n, of in by.items() for c in (128, 512)}
     ways |= {f"{n}{' masked' * m}": partial(attention, n, m) for n in (64, 128, 256) for m in choices}
     ways |= {f"{n} of rows{' with sinks' * s}": partial(of_rows, n, s) for n in (64, 128, 256) for s in choices}
     places = ("", " placed", " placed in rows")

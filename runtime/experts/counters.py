@@ -86,10 +86,6 @@ class Counters:
         sums = self.sums.get(GATES)
         return self.counts[position], None if sums is None else sums[position], self._mask(tokens)
 
-    def row(self, position: int, reducer: Reducer) -> Tensor:
-        """A layer's sums so far, [experts or more] on the device: int64 of `COUNTS`, float64 of any other."""
-        return (self.counts if reducer is COUNTS else self.sums[reducer])[position]
-
     def like(self) -> Counters:
         """Return counters of the same kind, for the kernels of a captured graph."""
         return Counters(self._experts, tuple(self.sums), self.counts.device)

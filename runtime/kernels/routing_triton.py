@@ -26,7 +26,6 @@ TOKENS = 16
 TOP_K = 16
 EXPERTS = 512
 CHUNK = 512  # slots of a program of `sort`
-EACH = 8  # experts of a program of `second_words`, which compares each with all others
 _LEAST: tl.constexpr = tl.constexpr(-(1 << 62))  # below every key
 
 
@@ -454,71 +453,6 @@ def route(
 
 
 _NOWHERE = Tally(None)  # type: ignore[arg-type]
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _second(  # type: ignore[no-untyped-def]
-    table,
-    seconds,
-    counts,
-    scores,
-    ties,
-    most,
-    out,
-    EXPERTS: tl.constexpr,
-    LANES: tl.constexpr,
-    EACH: tl.constexpr,
-    TIED: tl.constexpr,
-):
-    lane = tl.arange(0, LANES)[None, :]
-    mine = tl.program_id(0) * EACH + tl.arange(0, EACH)[:, None]
-    needed = tl.load(counts + lane, mask=lane < EXPERTS, other=0) > 0
-    score = tl.load(scores + lane, mask=lane < EXPERTS, other=0)
-    own = tl.load(scores + mine, mask=mine < EXPERTS, other=0)
-    first = lane < mine
-    if TIED:
-        tie = tl.load(ties + lane, mask=lane < EXPERTS, other=0)
-        of_own = tl.load(ties + mine, mask=mine < EXPERTS, other=0)
-        first = (tie > of_own) | ((tie == of_own) & first)
-    before = needed & ((score > own) | ((score == own) & first))
-    rank = tl.sum(before.to(tl.int32), 1)[:, None]
-    limit = tl.load(most + tl.sum(needed.to(tl.int32), 1))[:, None]
-    word = tl.load(table + mine, mask=mine < EXPERTS, other=0)
-    second = tl.load(seconds + mine, mask=mine < EXPERTS, other=0)
-    high = (tl.load(counts + mine, mask=mine < EXPERTS, other=0) > 0) & (rank < limit)
-    tl.store(out + mine, tl.where(high, second, word), mask=mine < EXPERTS)
-
-
-def second_words(
-    table: Tensor, seconds: Tensor, counts: Tensor, scores: tuple[Tensor, Tensor | None], most: Tensor
-) -> Tensor:
-    """Return the second words of the highest-scored experts and the first of all others, int64 [experts].
-
-    One launch on the current stream, the same whatever is ranked, without waiting.
-
-    Args:
-        table: first words, int64 [experts].
-        seconds: second words, int64 [experts].
-        counts: int64 [experts or more]; experts without any are not ranked.
-        scores: float64 or int64, as `counts`, and int64 for equal scores or `None`; then lower experts come first.
-        most: int32 [experts + 1], how many of so many ranked experts get their second words.
-    """
-    experts = len(table)
-    out = torch.empty_like(table)
-    _second[(triton.cdiv(experts, EACH),)](
-        table,
-        seconds,
-        counts,
-        *scores,
-        most,
-        out,
-        EXPERTS=experts,
-        LANES=power(experts),
-        EACH=EACH,
-        TIED=scores[1] is not None,
-        num_warps=4,
-    )
-    return out
 
 
 @triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]

@@ -36,7 +36,7 @@ def test_no_kernel_of_the_table_spills_or_passes_shared_memory() -> None:
     from benchmarks.resources import SHARED, STACK, committed
 
     table, _, _ = committed()
-    assert len(table) == 420 * len(SHARED)
+    assert len(table) == 414 * len(SHARED)
     assert all(t.stack <= STACK and t.shared <= SHARED[capability] << 10 for (_, capability), t in table.items())
 
 

@@ -99,7 +99,6 @@ FEW: dict[str, tuple[str, ...]] = {
     "whole/test_rotated.py::test_layers_that_mix": ("[native",),
     "runtime/kernels/test_routing_triton.py::test_every_form": ("[deepseek-v3-dtype1]", "[qwen3-dtype0]"),
     "runtime/kernels/test_routing_triton.py::test_many_tokens": ("[gpt-oss]",),
-    "runtime/kernels/test_routing_triton.py::test_second_words": ("[60]",),
     "moepack/export/test_compressed.py::test_the_library": ("[4-", "[2-symmetric]"),
     "runtime/paging/test_in_place.py::test_an_interrupted": ("[record]",),
     "runtime/paging/test_paging.py::test_families": ("[deepseek_v3]",),

@@ -7,7 +7,7 @@ import torch
 import torch_products
 
 from moepack.runtime.experts.counters import Counters
-from moepack.runtime.policies.reducers import COUNTS, GATES, HEAVY, RouterOutput, ranked
+from moepack.runtime.policies.reducers import GATES, RouterOutput
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
 # A gate is made of an exponential that may be one unit in the last place off, and of sums in another order. Triton's
@@ -174,34 +174,6 @@ def test_a_stand_in_makes_the_same_blocks(width: int, monkeypatch: pytest.Monkey
         torch_products.install(monkeypatch)
     assert found[0][:-1] == found[1][:-1]
     torch.testing.assert_close(found[0][-1], found[1][-1], rtol=1e-14, atol=0)
-
-
-@pytest.mark.parametrize("experts", [1, 6, 8, 60, 512])
-def test_second_words_of_the_highest(experts: int) -> None:
-    """Against the policy's own ranking: by gates of a step, by tokens or heavy hitters of a prompt; many are equal."""
-    from moepack.runtime.kernels.routing_triton import second_words
-    from moepack.runtime.policies.importance import critical_count
-
-    table, seconds = (torch.randint(1, 1 << 60, (experts,), device=DEVICE) for _ in range(2))
-    for tokens in range(1, 17) if experts < 60 else (1, 5, 16):
-        made = torch.Generator().manual_seed(tokens)
-        index = torch.randint(0, experts + 1, (tokens, 4), generator=made)  # an expert twice, and past the last
-        gates = torch.randint(0, 3, index.shape, generator=made) / 8
-        counters = Counters((experts,), (GATES, HEAVY), torch.device(DEVICE))
-        counters.mask = (torch.rand(tokens, generator=made) < 0.8).long().to(DEVICE)
-        heavy = (torch.rand(tokens, generator=made) < 0.4).to(DEVICE)
-        counters.add(0, RouterOutput(index.to(DEVICE), gates.to(DEVICE), heavy=heavy))
-        counts, sums = counters.layer(0)
-        share = tokens / 16
-        most = torch.tensor([critical_count(share, n) for n in range(experts + 1)], dtype=torch.int32, device=DEVICE)
-        for by in ((GATES,), (COUNTS,), (HEAVY, COUNTS)):
-            order = ranked(counts, *({COUNTS: counts, **sums}[score] for score in by))
-            high = order[: critical_count(share, len(order))]
-            want = table.clone()
-            want[high] = seconds[high]
-            score, *ties = (counters.row(0, reducer) for reducer in by)
-            got = second_words(table, seconds, counters.counts[0], (score, ties[0] if ties else None), most)
-            assert torch.equal(got, want), (tokens, len(by))
 
 
 def test_numbers_that_are_none_choose_experts_that_there_are() -> None:

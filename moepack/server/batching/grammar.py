@@ -60,6 +60,7 @@ class Grammars:
         The grammar may also allow an answer by `schema`, which the field `param` of the request has.
         """
         others = [] if schema is None else [schema]
+        check_schemas(param, others)
         check_schemas("tools", [*functions.values(), *others])
         try:
             return self._check("tools", lambda kind: kind.grammar_from_lark(lark()))

@@ -60,7 +60,9 @@ def joined(messages: Sequence[Object], places: Places) -> list[Object]:
     waiting: list[str] = []  # texts without a place yet
     for n, one in enumerate(left):
         shown = places.later if n else places.first
-        if one["role"] != "system" or shown:
+        if one["role"] == "tool":  # results stay right behind their calls
+            out.append(one)
+        elif one["role"] != "system" or shown:
             if waiting and one["role"] == "user":
                 one = {**one, "content": _paragraphs([*waiting, one["content"]])}
             elif waiting:

@@ -116,6 +116,9 @@ def test_large_schemas_reach_no_grammar(name: str, running: Running, monkeypatch
         with pytest.raises(ApiError, match="this schema cannot be kept to: it has") as caught:
             call(LARGE[name])
         assert caught.value.status == 400 and len(caught.value.message) < 200
+    with pytest.raises(ApiError) as answers:
+        grammars.of_calls({}, lambda: "start: x", LARGE[name], "text.format")
+    assert answers.value.param == "text.format"
     assert made == []
     assert check_schemas("tools", [nested(20), doubling(2), schema(description={"type": "string"})]) is None
     half = {f"p{n}": {"type": "string"} for n in range(schema_limits.FIELDS // 2 + 1)}

@@ -59,6 +59,17 @@ def test_joined(tokens: Any, template: str, said: tuple[str, ...], wanted: str) 
     assert rendered(tokens, template, parse.chat(chat(*said), 10)) == wanted
 
 
+def test_results_stay_behind_their_calls(tokens: Any) -> None:
+    """A reminder that an agent puts between them goes behind the results."""
+    asked = chat("u:x", "a:y", "s:C")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked["messages"][1]["tool_calls"] = [call]
+    asked["messages"].append({"role": "tool", "tool_call_id": "1", "content": "r"})
+    assert rendered(tokens, FIRST, parse.chat(asked, 10)) == "u:x|a:y|t:r|u:C|"
+    asked["messages"].append({"role": "user", "content": "z"})
+    assert rendered(tokens, FIRST, parse.chat(asked, 10)) == "u:x|a:y|t:r|u:C\n\nz|"
+
+
 def test_instructions_are_the_first(tokens: Any) -> None:
     items = [{"role": "developer", "content": "B"}, {"role": "user", "content": "x"}]
     asked = responses({"model": "m", "instructions": "A", "input": items}, 10)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerExperts
@@ -98,13 +97,6 @@ class Serving:
     def count_routing(self, counter: RoutingCounter) -> None:
         """Add a counter that sees every layer's routing from now on."""
         self._wrapper.watchers = (*self._wrapper.watchers, counter)
-
-    @property
-    def residency(self) -> ResidencyManager:
-        """What moves experts. Raises InputError where versions never change."""
-        if self.manager is None:
-            raise InputError(f"policy {self.policy} never moves experts")
-        return self.manager
 
     def routed(self) -> list[list[int]]:
         """Return how often routers chose each expert since the first call, [layers][experts]: padding included."""

@@ -126,7 +126,9 @@ def _least(setting: Setting) -> int:
     except TooSmallError as error:
         least = error.least
     whole = moepack.load(path, device_memory=round(least + _room(setting)), **_options(setting))
-    reserve: int = whole.moepack.residency.plan.reserve  # which promotions do not use
+    manager = whole.moepack.manager
+    assert manager is not None
+    reserve = manager.plan.reserve  # which promotions do not use
     whole.moepack.close()
     return least + reserve
 

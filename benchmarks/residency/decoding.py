@@ -26,11 +26,14 @@ def tpot(bundle: Path, low: str, options: argparse.Namespace) -> tuple[list[Row]
     policy = f"hotness:hi=bf16,lo={low},between=no,interval=1e9,rate={options.rate}"
     dtype = getattr(torch, options.dtype)
     model = moepack.load(bundle, policy=policy, device_memory=PLENTY, dtype=dtype)
-    plan = model.moepack.residency.plan
+    live = model.moepack.manager
+    assert live is not None
+    plan = live.plan
     model.moepack.close()
     half = (base_bytes(plan.sizes, plan.experts, 0) + base_bytes(plan.sizes, plan.experts)) // 2
     model = moepack.load(bundle, policy=policy, device_memory=plan.fixed + half + plan.reserve, dtype=dtype)
-    live = model.moepack.residency
+    live = model.moepack.manager
+    assert live is not None
     keys = list(live.residency.entries)
     halves = [dict.fromkeys(keys[i::2][:-8], 0) for i in range(2)]  # with room for a KV reserve
     times: dict[bool, list[float]] = {False: [], True: []}

@@ -64,7 +64,9 @@ def quality(
     timing = f"interval={options.interval},rate={options.rate}"
     hot = f"hotness:hi=bf16,lo={low},between=no,{timing}"
     model = moepack.load(bundle, policy=hot, device_memory=PLENTY, dtype=getattr(torch, options.dtype))
-    plan = model.moepack.residency.plan
+    manager = model.moepack.manager
+    assert manager is not None
+    plan = manager.plan
     model.moepack.close()
     for share in SHARES:
         budget = all_low.resident_bytes_peak + int(share * span)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +37,13 @@ class Spent:
         `device_bytes_peak` is the most of the budget, or of weights, in use; a checkpoint has none and null.
         """
         serving = getattr(model, "moepack", None)
-        versions = Counter[str]()
-        for row in () if serving is None else serving.versions:
-            versions.update(row)
         return {
             "prompt_tokens": self.prompt_tokens,
             "prompt_tokens_per_second": rate(self.prompt_tokens, self.prompt_seconds),
             "first_token_seconds": self.prompt_seconds / self.answers if self.answers else None,
             "new_tokens": self.answers + self.decoded_tokens,
             "tokens_per_second": rate(self.decoded_tokens, self.decode_seconds),
-            "experts": dict(versions.most_common()),
+            "experts": {} if serving is None else serving.by_version,
             "device_bytes_peak": None if serving is None else serving.resident_bytes_peak,
             "process_bytes_peak": peak_memory(),
         }

@@ -131,8 +131,7 @@ class Serving:
 
     def __repr__(self) -> str:
         """Describe the policy, the bytes in use, the budget and how many experts each version has."""
-        held = Counter(name for row in self.versions for name in row)
-        experts = ", ".join(f"{count:,} {name}" for name, count in held.most_common())
+        experts = ", ".join(f"{count:,} {name}" for name, count in self.by_version.items())
         room = "without a budget" if self.budget_bytes is None else f"of a budget of {self.budget_bytes:,}"
         used = f"{self.resident_bytes():,} bytes {room}"
         return f"<moepack {self.bundle.path}: policy {self.policy}; {used}; experts: {experts}>"
@@ -141,6 +140,11 @@ class Serving:
     def versions(self) -> Versions:
         """The active version of every expert, by layer."""
         return tuple(tuple(str(h) for h in layer.current.handles) for layer in self.layers)
+
+    @property
+    def by_version(self) -> dict[str, int]:
+        """The number of experts that have each version active; the most frequent version first."""
+        return dict(Counter(name for row in self.versions for name in row).most_common())
 
     def resident_bytes(self, model: object = None) -> int:
         """Return the device memory in use: in a budget the reserved bytes, otherwise those of weights."""

@@ -11,7 +11,6 @@ import gc
 import io
 import statistics
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -149,10 +148,9 @@ def _case(
                     rates.append(clients * tokens / took)
                     reporter.advance()
             deviation = statistics.stdev(rates) if len(rates) > 1 else None
-            held = Counter(name for layer in serving.versions for name in layer)
             mean = statistics.fmean(rates)
             peak = serving.resident_bytes_peak
-            yield Row(serving.policy, limit, clients, kind, tokens, mean, deviation, dict(held.most_common()), peak)
+            yield Row(serving.policy, limit, clients, kind, tokens, mean, deviation, serving.by_version, peak)
         reporter.step("done")
     del model
     gc.collect()  # before the next is loaded

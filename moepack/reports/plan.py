@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,6 +24,7 @@ from moepack.runtime.load import check_options, meant_device
 from moepack.runtime.planning.options import LoadOptions, Workload
 from moepack.runtime.planning.sizes import in_unit, parse_size
 from moepack.runtime.profile import profiled
+from moepack.shared.progress import size
 
 if TYPE_CHECKING:
     import torch
@@ -324,8 +326,10 @@ def render(planned: Planned) -> tuple[Table, str]:
     """Make a table, in which layers with equal numbers share a row, and a paragraph of text."""
     from rich.table import Table
 
+    sized = partial(size, places=2)
+
     names = planned.per_layer[0].versions if planned.per_layer else {}
-    table = Table("layers", title=f"{planned.bundle}: {planned.policy} in {_size(planned.budget_bytes)}")
+    table = Table("layers", title=f"{planned.bundle}: {planned.policy} in {sized(planned.budget_bytes)}")
     for name in names:
         table.add_column(f"at {name}" if _version(name) else name, justify="right")
     for _, group in groupby(planned.per_layer, key=lambda x: (x.hi, x.lo, *x.versions.items())):
@@ -345,21 +349,21 @@ def render(planned: Planned) -> tuple[Table, str]:
         (f.entries, "page entries of pinned memory"),
         (planned.used_bytes - f.total, "experts"),
     )
-    taken = ", ".join(f"{_size(n)} {name}" for n, name in parts if n)
-    pinned = f", and {_size(planned.pinned_bytes)} of pinned host memory beside" if planned.pinned_bytes else ""
+    taken = ", ".join(f"{sized(n)} {name}" for n, name in parts if n)
+    pinned = f", and {sized(planned.pinned_bytes)} of pinned host memory beside" if planned.pinned_bytes else ""
     text = (
-        f"For {asked(planned)}, {_size(planned.used_bytes)} are used: {taken}. "
+        f"For {asked(planned)}, {sized(planned.used_bytes)} are used: {taken}. "
         f"The least that would do is {planned.least_bytes:,} bytes. With experts at their least, the cache "
         f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
-        f"{_size(planned.host_bytes)} on the host{pinned}. Expected relative loss "
+        f"{sized(planned.host_bytes)} on the host{pinned}. Expected relative loss "
         f"{shown_loss(planned.expected_relative_loss or 0.0, planned.expected_relative_loss_error)}. "
-        f"A decoding step reads {_size(planned.bytes_per_token or 0)}"
+        f"A decoding step reads {sized(planned.bytes_per_token or 0)}"
     )
     if planned.beside is not None and planned.memory_limit_bytes is not None:
-        most = _size(planned.process_bytes_peak or 0)
-        limit = _size(planned.memory_limit_bytes)
-        beside = planned.beside.described(planned.budget_bytes, _size)
-        text = f"The process takes at most {most} of {limit}: {_size(planned.budget_bytes)} budget, {beside}. {text}"
+        most = sized(planned.process_bytes_peak or 0)
+        limit = sized(planned.memory_limit_bytes)
+        beside = planned.beside.described(planned.budget_bytes, sized)
+        text = f"The process takes at most {most} of {limit}: {sized(planned.budget_bytes)} budget, {beside}. {text}"
     rate = planned.expected_tokens_per_second
     bandwidth = planned.bandwidth
     took = planned.seconds_per_token
@@ -379,10 +383,3 @@ def asked(work: Workload | Planned) -> str:
     sequences = f"{work.batch:,} sequence{'s' * (work.batch > 1)}"
     logits = "all logits" if work.all_logits else "the last token's logits"
     return f"{sequences} of {work.kv_tokens:,} cached tokens, passes of {work.prefill_tokens:,} tokens and {logits}"
-
-
-def _size(size: int) -> str:
-    for unit, least in (("GB", 10**9), ("MB", 10**6)):
-        if size >= least:
-            return f"{size / least:,.2f} {unit}"
-    return f"{size / 1000:,.1f} kB"

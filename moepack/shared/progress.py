@@ -109,15 +109,18 @@ def duration(seconds: float) -> str:
     return f"{whole} s"
 
 
-def size(count: float) -> str:
-    """Describe bytes in the decimal unit that leaves one to three digits before the point: `3.2 GB`."""
+def size(count: float, places: int = 1) -> str:
+    """Describe bytes in the decimal unit that leaves one to three digits before the point: `3.2 GB`.
+
+    `places` are the digits behind the point.
+    """
     if count < 1000:
         return f"{count:.0f} bytes"
     for unit in ("kB", "MB", "GB"):
         count /= 1000
         if count < 1000:
-            return f"{count:.1f} {unit}"
-    return f"{count / 1000:.1f} TB"
+            return f"{count:.{places}f} {unit}"
+    return f"{count / 1000:.{places}f} TB"
 
 
 class _Shown(Reporter):

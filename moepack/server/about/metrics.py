@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -78,7 +77,7 @@ class Metrics(Collector):
         for name, (what, value) in gauges.items():
             yield GaugeMetricFamily(f"moepack_{name}", what, value=value)
         experts = GaugeMetricFamily("moepack_experts", "Experts by placement.", labels=["placement"])
-        for kind, count in sorted(collections.Counter(k for row in serving.versions for k in row).items()):
+        for kind, count in sorted(serving.by_version.items()):
             experts.add_metric([kind], count)
         yield experts
 

@@ -50,7 +50,7 @@ def joined(messages: Sequence[Object], places: Places) -> list[Object]:
     """Join the leading system messages into one, and give every system message a place that the template shows.
 
     Where the template shows none, the text becomes a paragraph of the user's message before it, or else of the next
-    one, or else a user's message of its own.
+    one, or else a user's message of its own, but never between calls of tools and their results.
     """
     lead = next((n for n, one in enumerate(messages) if one["role"] != "system"), len(messages))
     left = list(messages[lead:])

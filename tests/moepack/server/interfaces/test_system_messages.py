@@ -59,15 +59,24 @@ def test_joined(tokens: Any, template: str, said: tuple[str, ...], wanted: str) 
     assert rendered(tokens, template, parse.chat(chat(*said), 10)) == wanted
 
 
-def test_results_stay_behind_their_calls(tokens: Any) -> None:
-    """A reminder that an agent puts between them goes behind the results."""
-    asked = chat("u:x", "a:y", "s:C")
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    asked["messages"][1]["tool_calls"] = [call]
-    asked["messages"].append({"role": "tool", "tool_call_id": "1", "content": "r"})
-    assert rendered(tokens, FIRST, parse.chat(asked, 10)) == "u:x|a:y|t:r|u:C|"
-    asked["messages"].append({"role": "user", "content": "z"})
-    assert rendered(tokens, FIRST, parse.chat(asked, 10)) == "u:x|a:y|t:r|u:C\n\nz|"
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    (
+        (("u:x", "s:A", "u:y"), "u:x|a:|t:1|t:2|u:A\n\nB\n\ny|"),
+        (("u:x", "s:A", "a:y"), "u:x|a:|t:1|t:2|u:A\n\nB|a:y|"),
+        (("u:x", "s:A"), "u:x|a:|t:1|t:2|u:A\n\nB|"),
+    ),
+)
+def test_results_stay_behind_their_calls(tokens: Any, said: tuple[str, ...], wanted: str) -> None:
+    body = chat(*said)
+    first, between, *then = body["messages"]
+    names = ("1", "2")
+    calls = [{"id": n, "type": "function", "function": {"name": "f", "arguments": "{}"}} for n in names]
+    results = [{"role": "tool", "tool_call_id": n, "content": n} for n in names]
+    again = {"role": "system", "content": "B"}
+    asked = {"role": "assistant", "tool_calls": calls}
+    body["messages"] = [first, asked, between, results[0], again, results[1], *then]
+    assert rendered(tokens, FIRST, parse.chat(body, 10)) == wanted
 
 
 def test_instructions_are_the_first(tokens: Any) -> None:

@@ -1,18 +1,18 @@
 """Attention of latent layers (DeepSeek's, Kimi's) over the latents themselves, on a CPU.
 
-Such a layer's cache holds one latent vector a token, and a map `kv_b_proj` that makes keys and values of all heads from
-it. A family's code makes them anew, for the whole context, at every step. But a score is q (W_k c) = (W_k^T q) c: with
-queries lifted by each head's part of the map, scores and sums are taken over the latents where they are, and the value's
-part of the map is applied to the one result (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). For many new tokens it
-costs less to expand the latents after all; that is done for some heads at a time.
+The cache of such a layer holds one latent vector c a token, and a map `kv_b_proj` makes keys and values of all heads
+from it. A family's code makes them anew for the whole context at every step. But a score q (W_k c) is also (W_k^T q) c.
+So each head lifts its queries by its part of the map, scores and sums are computed over the latents in the cache, and
+the values' part of the map is applied to the sums (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). For many new tokens
+it costs less to expand the latents; that is done for some heads at a time.
 
-`expand_kv` of such a module returns its arguments unexpanded here, as `Latents`, and the attention function decides.
+In such a module `expand_kv` returns unexpanded `Latents`, and the attention function decides.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix, of_packed
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
+from moepack.runtime.step.context import current
 
 from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_attention
 from .linears import FamilyModule, in_place_of, learns
@@ -103,7 +104,7 @@ class Latents:
         return torch.einsum("bthr,rhv->bthv", summed, weights[..., of.first :])
 
     def by_heads(self, found: Attention, module: Any, query: Tensor, mask: Tensor | None, given: Any) -> Tensor:
-        """Attention by the function `found` over expanded latents, some heads at a time: [batch, tokens, heads, ...]."""
+        """Return attention by the function `found` over expanded latents, some heads at a time, as `attend` does."""
         of = self.of
         batch, _, length, turned = self.turned.shape
         bytes_a_head = batch * length * (2 * of.first + turned + 2 * of.second) * query.element_size()
@@ -228,7 +229,9 @@ def over_latents(found: Attention) -> Attention:
     ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(key, Latents):
             return found(module, query, key, value, attention_mask, **given)
-        if absorbs and _usual(query, key, attention_mask, given):
+        step = current()
+        watched = step is not None and step.importance is not None  # by who wants to see all keys at once
+        if absorbs and not watched and _usual(query, key, attention_mask, given):
             made = key.attend(query, attention_mask, given["scaling"])
             if made is None:
                 made = key.by_heads(found, module, query, attention_mask, given)

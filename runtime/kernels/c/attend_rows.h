@@ -166,16 +166,8 @@ TARGET static void NAME(attend)(const Attend *m, const Unit *u, float *room, flo
             NAME(dots)(q, keys, whole, q_wide, m->scale, scores + j, STRIP);
         }
         for (int64_t r = 0; r < rows; r++) {
-            float *mine = scores + r * STRIP;
-            const int64_t i = (u->row + r) % m->tokens;
-            int64_t seen = m->causal ? m->length - m->tokens + i + 1 - at : n;
-            seen = seen < 0 ? 0 : least(seen, n);
-            for (int64_t j = seen; j < STRIP; j++) mine[j] = -INFINITY;
-            if (m->mask) {
-                const uint8_t *mask = m->mask + u->batch * m->mask_at[0] + i * m->mask_at[1] + at;
-                for (int64_t j = 0; j < seen; j++) mine[j] = mask[j] ? mine[j] : -INFINITY;
-            }
-            const float before = NAME(soften)(mine, most + r, sum + r);
+            hide(m, u, r, at, n, scores + r * STRIP);
+            const float before = NAME(soften)(scores + r * STRIP, most + r, sum + r);
             if (before != 1.0f)
                 for (int64_t c = 0; c < v_wide; c++) acc[r * v_wide + c] *= before;
         }

@@ -43,6 +43,18 @@ typedef struct {
     int64_t first;
 } Heads;
 
+/* Give a row's scores of keys [at, at + n) that it does not see, and those past them, the value of no key. */
+static inline __attribute__((always_inline)) void hide(const Attend *m, const Unit *u, int64_t r, int64_t at, int64_t n,
+                                                       float *scores) {
+    const int64_t i = (u->row + r) % m->tokens;
+    int64_t seen = m->causal ? m->length - m->tokens + i + 1 - at : n;
+    seen = seen < 0 ? 0 : least(seen, n);
+    for (int64_t j = seen; j < STRIP; j++) scores[j] = -INFINITY;
+    if (!m->mask) return;
+    const uint8_t *mask = m->mask + u->batch * m->mask_at[0] + i * m->mask_at[1] + at;
+    for (int64_t j = 0; j < seen; j++) scores[j] = mask[j] ? scores[j] : -INFINITY;
+}
+
 static inline int64_t wide_of(int64_t cols) { return (cols + 31) & -32; }
 
 #define NAME(x) x##_plain
@@ -67,6 +79,128 @@ static inline int64_t wide_of(int64_t cols) { return (cols + 31) & -32; }
 #undef NAME
 #undef TARGET
 #undef LANES
+#include <immintrin.h>
+
+/* ---- with BF16 products (AVX-512 BF16): keys and values are read as they are, and weights are rounded to BF16 */
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
+#define BF16_INLINE BF16 static inline __attribute__((always_inline))
+
+BF16_INLINE __m512bh pairs_at(const uint16_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+/* out[r * STRIP + j] = (row r of q) . (key j) for four keys; `q` has rows of wide numbers, multiples of 32. */
+BF16_INLINE void dots_bf16(const Attend *m, const uint16_t *q, int64_t wide, int64_t rows, const uint16_t *const *k,
+                           const uint16_t *const *k2, float *out) {
+    for (int64_t r = 0; r < rows; r += 4) {
+        __m512 s[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) s[i] = _mm512_setzero_ps();
+        for (int part = 0; part < 2; part++) {
+            const uint16_t *const *keys = part ? k2 : k;
+            const uint16_t *x = q + r * wide + (part ? m->cols : 0);
+            const int64_t cols = part ? m->cols2 : m->cols;
+            for (int64_t c = 0; c < cols; c += 32) {
+                const __m512bh a = pairs_at(keys[0] + c), b = pairs_at(keys[1] + c);
+                const __m512bh e = pairs_at(keys[2] + c), f = pairs_at(keys[3] + c);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    const __m512bh by = pairs_at(x + i * wide + c);
+                    s[4 * i] = _mm512_dpbf16_ps(s[4 * i], by, a);
+                    s[4 * i + 1] = _mm512_dpbf16_ps(s[4 * i + 1], by, b);
+                    s[4 * i + 2] = _mm512_dpbf16_ps(s[4 * i + 2], by, e);
+                    s[4 * i + 3] = _mm512_dpbf16_ps(s[4 * i + 3], by, f);
+                }
+            }
+        }
+        Vector_avx512 sums[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) sums[i] = (Vector_avx512)s[i];
+        float made[16];
+        store_avx512(made, totals_avx512(sums) * m->scale);
+        for (int i = 0; i < 4; i++) memcpy(out + (r + i) * STRIP, made + 4 * i, 4 * sizeof(float));
+    }
+}
+
+/* acc += p v over n keys, for R rows from `row` on. A vector of two keys' numbers side by side has 16 of 32 columns: those
+ * of the first half of every 8, or of the second. */
+BF16_INLINE void sums_bf16(const int R, const uint16_t *p, const uint16_t *v, int64_t v_row, int64_t n, int64_t cols,
+                           float *acc) {
+    for (int64_t c = 0; c < cols; c += 32) {
+        __m512 s[2 * 8];
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            s[2 * i] = _mm512_loadu_ps(acc + i * cols + c);
+            s[2 * i + 1] = _mm512_loadu_ps(acc + i * cols + c + 16);
+        }
+        for (int64_t j = 0; j < n; j += 2) {
+            const __m512i one = _mm512_loadu_si512(v + j * v_row + c);
+            const __m512i two = _mm512_loadu_si512(v + (j + 1 < n ? j + 1 : j) * v_row + c);
+            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two), high = (__m512bh)_mm512_unpackhi_epi16(one, two);
+#pragma GCC unroll 8
+            for (int i = 0; i < R; i++) {
+                int32_t both;
+                memcpy(&both, p + i * STRIP + j, 4);
+                const __m512bh by = (__m512bh)_mm512_set1_epi32(both);
+                s[2 * i] = _mm512_dpbf16_ps(s[2 * i], by, low);
+                s[2 * i + 1] = _mm512_dpbf16_ps(s[2 * i + 1], by, high);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            _mm512_storeu_ps(acc + i * cols + c, s[2 * i]);
+            _mm512_storeu_ps(acc + i * cols + c + 16, s[2 * i + 1]);
+        }
+    }
+}
+
+BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float *most, float *sum, float *acc) {
+    const int64_t wide = m->cols + m->cols2, cols = m->out_cols, rows = u->rows, whole = (rows + 3) & -4;
+    if (m->cols % 32 || m->cols2 % 32 || cols % 32) {
+        attend_avx512(m, u, room, most, sum, acc);
+        return;
+    }
+    float *scores = room;
+    uint16_t *p = (uint16_t *)(scores + ROWS * STRIP), *q = p + ROWS * STRIP;
+    memset(q, 0, (size_t)(whole * wide) * sizeof(uint16_t));
+    memset(acc, 0, (size_t)(whole * cols) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t h = u->group * m->heads + (u->row + r) / m->tokens, i = (u->row + r) % m->tokens;
+        memcpy(q + r * wide, m->q + u->batch * m->q_at[0] + h * m->q_at[1] + i * m->q_at[2], (size_t)m->cols * 2);
+        if (m->cols2)
+            memcpy(q + r * wide + m->cols, m->q2 + u->batch * m->q2_at[0] + h * m->q2_at[1] + i * m->q2_at[2],
+                   (size_t)m->cols2 * 2);
+        most[r] = -INFINITY, sum[r] = 0;
+    }
+    const uint16_t *keys = m->k + u->batch * m->k_at[0] + u->group * m->k_at[1];
+    const uint16_t *keys2 = m->cols2 ? m->k2 + u->batch * m->k2_at[0] + u->group * m->k2_at[1] : keys;
+    const uint16_t *v = m->v + u->batch * m->v_at[0] + u->group * m->v_at[1];
+    for (int64_t at = u->from; at < u->to; at += STRIP) {
+        const int64_t n = least(STRIP, u->to - at);
+        for (int64_t j = 0; j < n; j += 4) {
+            const uint16_t *k[4], *k2[4];
+            for (int i = 0; i < 4; i++) {
+                const int64_t row = at + least(j + i, n - 1); /* a score past the last key is not used */
+                k[i] = keys + row * m->k_at[2], k2[i] = keys2 + row * m->k2_at[2];
+            }
+            dots_bf16(m, q, wide, whole, k, k2, scores + j);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            hide(m, u, r, at, n, scores + r * STRIP);
+            const float before = soften_avx512(scores + r * STRIP, most + r, sum + r);
+            if (before != 1.0f)
+                for (int64_t c = 0; c < cols; c++) acc[r * cols + c] *= before;
+        }
+        for (int64_t r = 0; r < whole; r++)
+            for (int64_t j = 0; j < STRIP; j++) p[r * STRIP + j] = r < rows ? narrow(scores[r * STRIP + j]) : 0;
+        int64_t r = 0;
+        for (; r + 8 <= whole; r += 8) sums_bf16(8, p + r * STRIP, v + at * m->v_at[2], m->v_at[2], n, cols, acc + r * cols);
+        for (; r < whole; r += 4) sums_bf16(4, p + r * STRIP, v + at * m->v_at[2], m->v_at[2], n, cols, acc + r * cols);
+    }
+    for (int64_t i = 0; i < rows * cols; i += 32) {
+        float apart[32];
+        memcpy(apart, acc + i, sizeof apart);
+        for (int c = 0; c < 32; c++) acc[i + c] = apart[c / 8 * 4 + c % 4 + (c & 4) * 4];
+    }
+}
 #endif
 
 static void (*attend_rows)(const Attend *, const Unit *, float *, float *, float *, float *) = attend_plain;
@@ -77,6 +211,7 @@ void moepack_attend_level(int level) {
 #ifdef HAVE_X86
     if (level > 0) attend_rows = attend_avx2, head_rows = head_avx2;
     if (level > 1) attend_rows = attend_avx512, head_rows = head_avx512;
+    if (level > 2) attend_rows = attend_bf16;
 #endif
 }
 

@@ -263,7 +263,7 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
 /* The most bytes of an arena that n jobs of `slots` slots in `tasks` tasks take. */
 size_t moepack_direct_kept(const Gemm *m, int64_t slots, int64_t n, int64_t tasks);
 
-/* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c and attention.c. */
+/* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c and attention.c, which has one for AVX-512 BF16 too (3). */
 void moepack_small_level(int level);
 void moepack_attend_level(int level);
 

@@ -287,7 +287,7 @@ int moepack_affine_attend(const Attend *m, int64_t threads) {
     run.span = ceil_div(ceil_div(m->length, run.spans), STRIP) * STRIP;
     run.spans = ceil_div(m->length, run.span);
     run.each = ROWS * (2 + v_wide);
-    run.room = run.each + ROWS * (q_wide + STRIP) + KEYS * (q_wide > v_wide ? q_wide : v_wide);
+    run.room = run.each + ROWS * (q_wide + 2 * STRIP) + KEYS * (q_wide > v_wide ? q_wide : v_wide);
     const int64_t units = places * run.blocks * run.spans;
     threads = least(threads, units);
     if (places * m->length * m->cols < 65536) threads = 1; /* waking others would take longer */
@@ -323,13 +323,13 @@ static void heads_some(void *argument) {
             head_rows(m, h, m->matrix + h * m->matrix_at[0], m->matrix_at[1], room);
             continue;
         }
-        uint16_t *tile = (uint16_t *)(room + run->room) - run->tile;
+        uint16_t *tile = (uint16_t *)room; /* first, because vectors are stored at multiples of their size */
         const int64_t rows = m->sums ? m->out_cols : m->in, cols = m->sums ? m->in : m->out_cols;
         const int64_t from = m->first + h * m->matrix_at[0], ld = (rows + UNIT - 1) / UNIT * UNIT;
         const Unpack unpack = {cols, from, from + rows, ld, 1, 1, m->base, m->form, tile};
         for (int64_t r = 0; r < rows; r += UNIT)
             moepack_unpacking(&unpack, from + r, least(UNIT, rows - r), (uint8_t *)(tile + r));
-        head_rows(m, h, tile, ld, room);
+        head_rows(m, h, tile, ld, room + run->tile / 2);
     }
 }
 
@@ -340,14 +340,15 @@ int moepack_affine_heads(const Heads *m, int64_t threads) {
     const int64_t ld = ceil_div(n, KEYS) * KEYS;
     HeadsRun run = {.m = m, .room = ROWS * (wide + ld) + KEYS * wide};
     if (m->base) run.tile = (m->sums ? m->in * ceil_div(m->out_cols, UNIT) : m->out_cols * ceil_div(m->in, UNIT)) * UNIT;
-    run.room += ceil_div(run.tile, 2);
+    run.room = (run.room + run.tile / 2 + 15) & -16;
     threads = least(threads, m->heads);
     if (m->heads * m->in * m->out_cols < 65536) threads = 1;
-    run.rooms = malloc(sizeof(float) * (size_t)(run.room * threads));
-    if (!run.rooms) return 1;
+    void *memory;
+    if (posix_memalign(&memory, 64, sizeof(float) * (size_t)(run.room * threads))) return 1;
+    run.rooms = memory;
     atomic_init(&run.next, 0);
     atomic_init(&run.seats, 0);
     moepack_parallel(heads_some, &run, (int)threads);
-    free(run.rooms);
+    free(memory);
     return 0;
 }

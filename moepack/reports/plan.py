@@ -308,7 +308,6 @@ def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, fl
 
 
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
-    """Expected bytes of the experts that one token is routed to, by calibration's frequencies."""
     total = 0.0
     for layer, described, row in zip(tables.layers, bundle.layers, table, strict=True):
         tokens = [float(n) + 1 for n in layer.tokens]

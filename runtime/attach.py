@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moepack.families.model_class import top_k
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
@@ -27,7 +28,7 @@ from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
-from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, rounding, top_k
+from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, rounding
 from moepack.runtime.planning.options import LoadOptions, Workload
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
 from moepack.runtime.planning.sizes import parse_size

@@ -173,8 +173,8 @@ class LatentMap:
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return the map, [rank, heads, first + second]."""
-        made = self.rows(0)(0, self.heads * self.each, dtype)
-        return made.unflatten(1, (self.heads, self.each))
+        made: Tensor = self.rows(0)(0, self.heads * self.each, dtype).unflatten(1, (self.heads, self.each))
+        return made
 
     def rows(self, start: int) -> Weights:
         """Return the function by which `multiply` reads rows from row `start` on."""
@@ -264,9 +264,9 @@ def _usual(query: Tensor, key: Latents, mask: Tensor | None, given: dict[str, An
 
 @functools.cache
 def _latent(kind: type[nn.Module]) -> type[nn.Module]:
-    made: Any = in_place_of(kind, with_attention(kind, over_latents))
-    made._moepack_expand = kind.expand_kv
-    made.expand_kv = _expand
+    made = in_place_of(kind, with_attention(kind, over_latents))
+    made._moepack_expand = kind.expand_kv  # type: ignore[attr-defined]
+    made.expand_kv = _expand  # type: ignore[attr-defined]
     return made
 
 
@@ -302,20 +302,20 @@ def _trial(module: FamilyModule, of: LatentMap) -> bool:
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    dtype = next(module._modules[MAP].parameters(), torch.empty(0)).dtype
-    dtype = dtype if dtype.is_floating_point else torch.bfloat16
+    dtype = next(p.dtype for p in module.parameters() if p.dtype.is_floating_point)
     generator = torch.Generator().manual_seed(0)
-    probe = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
+    probe: Any = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
     for length, tokens, padded in ((9, 1, False), (9, 9, False), (9, 3, True), (1100, 1, False), (1100, 2, True)):
-        shapes = ((2, 1, length, of.rank), (2, 1, length, module.qk_rope_head_dim))
+        batch = 2 if length == 9 else 1
+        shapes = ((batch, 1, length, of.rank), (batch, 1, length, module.qk_rope_head_dim))
         latent, turned = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         with torch.no_grad():
             keys, values = module.expand_kv(latent, turned)
-            query = torch.randn(2, of.heads, tokens, keys.shape[3], generator=generator).to(dtype)
+            query = torch.randn(batch, of.heads, tokens, keys.shape[3], generator=generator).to(dtype)
             mask = None
             if padded:
-                mask = torch.ones(tokens, length, dtype=torch.bool).tril_(length - tokens).repeat(2, 1, 1, 1)
-                mask[1, :, :, :4] = False
+                mask = torch.ones(tokens, length, dtype=torch.bool).tril_(length - tokens).repeat(batch, 1, 1, 1)
+                mask[-1, :, :, :4] = False
             given = {"scaling": query.shape[3] ** -0.5}
             wanted = sdpa_attention_forward(probe, query, keys, values, mask, **given)[0]
             latents = Latents(module, of, latent, turned)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from .building import (
     families,
-    families_rounding,
     quality,
     quantisers,
     summary,
@@ -20,13 +19,12 @@ from .common import RESULTS, ROOT, machine, results, table
 from .formats import (
     formats,
 )
-from .gpu_day import gpu_layers, gpu_measured, gpu_token
+from .gpu_day import gpu_layers, gpu_measured
 from .kernels import codec, kernels, released_kernels, whole_model
 from .peers import limited, limited_released, peer_models, peer_quality
 from .serving import (
     alpha,
     hostile,
-    hostile_formats,
     limited_clients,
     limited_soak,
     on_demand,
@@ -38,7 +36,6 @@ from .serving import (
     selector,
     serving,
     similarity,
-    soak,
     start,
     tpot,
 )
@@ -77,17 +74,13 @@ TABLES: dict[str, Callable[[], str]] = {
         prediction,
         alpha,
         hostile,
-        hostile_formats,
-        soak,
         serving,
         start,
         families,
-        families_rounding,
         peer_models,
         peer_quality,
         gpu_layers,
         gpu_measured,
-        gpu_token,
         formats,
         limited,
         limited_clients,

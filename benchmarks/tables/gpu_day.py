@@ -35,14 +35,3 @@ def gpu_measured() -> str:
         shown = f"{value:,.4g} {r['unit']}" + (f" ({more:.4g} tokens/s)" if more else "")
         rows.append([f"{r['stage']}: {r['row']}", shown, "" if held is None else f"{held:,.4g}", r["verdict"]])
     return table(["row", "measured", "limit", "verdict"], rows)
-
-
-def gpu_token() -> str:
-    """Where a replayed token's time goes, by kernel."""
-    row = next(r for r in _rows("large") if r["row"] == "w4, dense w8: token, by graph")
-    whole = 1e3 * row["value"]
-    rows = list[list[str]]()
-    for name, us in list(row["more"]["kernels us"].items())[:11]:
-        count, _, kernel = name.partition(" ")
-        rows.append([f"`{kernel[:44]}`", count, f"{us:.0f}", f"{us / float(count):.1f}", f"{100 * us / whole:.0f} %"])
-    return table(["kernel", "launches", "us", "us each", "of the token's time"], rows)

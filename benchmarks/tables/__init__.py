@@ -26,7 +26,6 @@ from .serving import (
     alpha,
     hostile,
     limited_clients,
-    limited_soak,
     on_demand,
     pinned,
     policies,
@@ -85,7 +84,6 @@ TABLES: dict[str, Callable[[], str]] = {
         limited,
         limited_clients,
         limited_released,
-        limited_soak,
     )
 }
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

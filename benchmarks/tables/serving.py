@@ -160,28 +160,9 @@ def serving() -> str:
     return as_is("serve")
 
 
-LIMITED = ((6, "hotness:hi=w2,lo=stored"), (10, "hotness:hi=w2,lo=stored"), (14, "hotness"), (20, "static:w4"))
-
-
 def limited_clients() -> str:
     """One server by clients, of a model larger than memory."""
     return as_is("limited-clients")
-
-
-def limited_soak() -> str:
-    """16 clients, and one, for minutes in each limit of memory, of a model larger than it."""
-    out = []
-    for clients, name, (limit, policy) in [(*who, at) for who in (("16", "soak"), ("1", "steps")) for at in LIMITED]:
-        found = results(f"limited-{name}-{limit}")
-        rows = found["rows"]
-        targets = found["targets"]
-        last = rows[-1]
-        peak = next(t["value"] for t in targets if t["name"].startswith("peak of the process"))
-        answers = str(sum(row["answers"] for row in rows))
-        counts = [f"{last['minutes']:.0f}", answers, str(last["errors"])]
-        out.append([clients, str(limit), policy, *counts, f"{peak:.3f}"])
-    columns = ["clients", "limit, GB", "policy", "minutes", "requests", "errors", "peak of the limit"]
-    return table(columns, out)
 
 
 def start() -> str:

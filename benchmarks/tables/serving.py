@@ -23,9 +23,9 @@ def residency() -> str:
         if not set(TEXTS) <= row.keys():
             continue
         share = row["budget"] or "none"
-        counts = [f"{row[k]:,.0f}" for k in ("peak MB", "promotions", "MB copied", "waits")]
+        counts = [f"{row[k]:,.0f}" for k in ("promotions", "MB copied")]
         out.append([share, POLICIES.get(row["policy"], row["policy"]), *(figures(row[t]) for t in TEXTS), *counts])
-    columns = ["budget", "policy", *TEXTS.values(), "peak, MB", "promotions", "MB read", "waits"]
+    columns = ["budget", "policy", *TEXTS.values(), "promotions", "MB read"]
     return table(columns, out)
 
 
@@ -59,7 +59,7 @@ def policies() -> str:
         at = [rows[budget] for budget in budgets]
         divergences = [_divergence(row) for row in at]
         times = [_three(at, key, ".1f") for key in ("TTFT ms", "TPOT p50 ms")]
-        moved = [_three(at, key, ",.0f") for key in ("MB demand", "MB ahead", "MB host")]
+        moved = [_three(at, key, ".0f") for key in ("MB demand", "MB ahead", "MB host")]
         out.append([name, *divergences, *times, *moved])
     columns = [*(f"KL at {budget}, mnat" for budget in budgets), "TTFT, ms", "TPOT, ms"]
     return table(["policy", *columns, "waited for, MB", "ahead, MB", "host, MB"], out)
@@ -75,7 +75,7 @@ def _three(rows: list[Row], key: str, how: str) -> str:
     """Show one figure of each row, or nothing where all are zero; a dash stands for a row that lacks it."""
     if not any(row.get(key) for row in rows):
         return ""
-    return " / ".join(f"{row[key]:{how}}" if key in row else "-" for row in rows)
+    return ", ".join(f"{row[key]:{how}}" if key in row else "-" for row in rows)
 
 
 def pinned() -> str:

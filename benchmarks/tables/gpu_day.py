@@ -20,7 +20,7 @@ def gpu_layers() -> str:
     rows = []
     for version in VERSIONS:
         at = [found[f"layer, {version}, {n} tokens"] for n in TOKENS]
-        cells = [f"{r['value']:.0f}, {r['more']['torch BF16 us']:.0f}, {r['more']['bytes floor us']:.0f}" for r in at]
+        cells = [f"{r['value']:.0f}, {r['more']['torch BF16 us']:.0f}" for r in at]
         rows.append([version, *cells])
     return table(["version", *[f"{n:,} token{'s' * (n > 1)}" for n in TOKENS]], rows)
 

@@ -8,14 +8,19 @@ TOKENS = (1, 16, 512)
 
 
 def codec() -> str:
-    """Size and speed of the lossless codec."""
-    out = []
-    for row in results("codec")["rows"]:
-        speed = [f"{row[k]:.3g}" if k in row else "" for k in ("encode GB/s", "decode GB/s")]
+    """Size of the lossless codec, and its speed by the shape of the weights."""
+    rows = [row for row in results("codec")["rows"] if "encode GB/s" in row]
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        fp8 = row["matrix"].startswith("FP8")
         bits = f"{row['bits/weight']:.2f}" if "bits/weight" in row else ""
-        if any(speed):
-            out.append([row["matrix"], row["codec"], bits, row.get("over floor", ""), *speed])
-    return table(["weights", "codec", "bits a weight", "over the floor", "encode, GB/s", "decode, GB/s"], out)
+        name = f"{row['codec']}, FP8 codes" if fp8 else row["codec"]
+        cells = found.setdefault(name, [bits, row.get("over floor", "")] + ["", ""] * fp8)
+        cells += [f"{row[k]:.3g}" for k in ("encode GB/s", "decode GB/s")]
+    shapes = dict.fromkeys(row["matrix"] for row in rows if not row["matrix"].startswith("FP8"))
+    heads = [head for shape in shapes for head in (f"{shape}: encode", "decode")]
+    out = [[name, *cells, *[""] * (2 + len(heads) - len(cells))] for name, cells in found.items()]
+    return table(["codec", "bits a weight", "over the floor", *heads], out)
 
 
 def kernels() -> str:

@@ -16,17 +16,18 @@ def _own(side: str) -> str:
 
 
 def peer_models() -> str:
-    """Tokens a second of a generated model on both sides."""
-    out = []
+    """Tokens a second of a generated model on both sides, by threads, and ours over llama.cpp's best."""
+    found: dict[str, list[str]] = {}
     for row in _peers("models"):
-        rates = [f"{row[k]:.0f}" if k in row else "" for k in ("decode tokens/s", "prefill tokens/s")]
-        over = [
-            f"{row[k]:.2f}" if (k := f"{what} over llama.cpp's best") in row else "" for what in ("decode", "prefill")
-        ]
-        if "not measured" not in row:
-            out.append([str(row["threads"]), _own(row["side"]), *rates, *over])
-    columns = ["threads", "side", "decode, tokens/s", "prefill, tokens/s"]
-    return table([*columns, "decode over llama.cpp's best", "prefill over its best"], out)
+        if "not measured" in row:
+            continue
+        cells = found.setdefault(_own(row["side"]), [])
+        for what in ("decode", "prefill"):
+            rate = f"{row[f'{what} tokens/s']:.0f}"
+            over = row.get(f"{what} over llama.cpp's best")
+            cells.append(rate if over is None else f"{rate} ({over:.2f})")
+    columns = [f"{what}, {threads}" for threads in ("1 thread", "2 threads") for what in ("decode", "prefill")]
+    return table(["side", *columns], [[side, *cells] for side, cells in found.items()])
 
 
 def peer_quality() -> str:

@@ -17,16 +17,19 @@ POLICIES = {
 
 
 def residency() -> str:
-    """Perplexity by budget and policy."""
-    out = []
+    """Perplexity, promotions and bytes read by policy, at each budget."""
+    found: dict[str, dict[str, Row]] = {}
     for row in results("residency-tiny-qwen3-moe")["rows"]:
-        if not set(TEXTS) <= row.keys():
-            continue
-        share = row["budget"] or "none"
-        counts = [f"{row[k]:,.0f}" for k in ("promotions", "MB copied")]
-        out.append([share, POLICIES.get(row["policy"], row["policy"]), *(figures(row[t]) for t in TEXTS), *counts])
-    columns = ["budget", "policy", *TEXTS.values(), "promotions", "MB read"]
-    return table(columns, out)
+        if set(TEXTS) <= row.keys() and row["budget"]:
+            found.setdefault(row["policy"], {})[row["budget"]] = row
+    budgets = list(dict.fromkeys(budget for rows in found.values() for budget in rows))
+    out = []
+    for policy, rows in found.items():
+        at = [rows[budget] for budget in budgets]
+        perplexities = [", ".join(figures(row[t]) for t in TEXTS) for row in at]
+        moved = [_each(at, key, ".0f") for key in ("promotions", "MB copied")]
+        out.append([POLICIES.get(policy, policy), *perplexities, *moved])
+    return table(["policy", *budgets, "promotions", "MB read"], out)
 
 
 def tpot() -> str:
@@ -58,8 +61,8 @@ def policies() -> str:
     for name, rows in found.items():
         at = [rows[budget] for budget in budgets]
         divergences = [_divergence(row) for row in at]
-        times = [_three(at, key, ".1f") for key in ("TTFT ms", "TPOT p50 ms")]
-        moved = [_three(at, key, ".0f") for key in ("MB demand", "MB ahead", "MB host")]
+        times = [_each(at, key, ".1f") for key in ("TTFT ms", "TPOT p50 ms")]
+        moved = [_each(at, key, ".0f") for key in ("MB demand", "MB ahead", "MB host")]
         out.append([name, *divergences, *times, *moved])
     columns = [*(f"KL at {budget}, mnat" for budget in budgets), "TTFT, ms", "TPOT, ms"]
     return table(["policy", *columns, "waited for, MB", "ahead, MB", "host, MB"], out)
@@ -71,7 +74,7 @@ def _divergence(row: Row) -> str:
     return f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}"
 
 
-def _three(rows: list[Row], key: str, how: str) -> str:
+def _each(rows: list[Row], key: str, how: str) -> str:
     """Show one figure of each row, or nothing where all are zero; a dash stands for a row that lacks it."""
     if not any(row.get(key) for row in rows):
         return ""
@@ -156,8 +159,13 @@ def alpha() -> str:
 
 
 def serving() -> str:
-    """Servers by clients."""
-    return as_is("serve")
+    """Servers: a cell has the figures of each number of clients."""
+    found: dict[str, list[Row]] = {}
+    for row in results("serve")["rows"]:
+        found.setdefault(row["server"], []).append(row)
+    keys = {"tokens/s": ".0f", "TTFT p50": ".0f", "TTFT p99": ".0f", "TPOT p50": ".1f", "TPOT p99": ".1f", "errors": ""}
+    out = [[server, *(_each(rows, key, how) for key, how in keys.items())] for server, rows in found.items()]
+    return table(["server", *keys], out)
 
 
 def limited_clients() -> str:

@@ -31,9 +31,9 @@ def summary() -> str:
 
 
 SETS = {
-    "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
-    "generated 2048x768": "its down, generated",
-    "tiny-qwen3-moe": "the 192 of tiny-qwen3-moe",
+    "generated 1536x2048": "gate and up",
+    "generated 2048x768": "down",
+    "tiny-qwen3-moe": "tiny-qwen3-moe",
 }
 
 

@@ -26,7 +26,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_mistakes_are_reported_without_torch(bundle: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_without_torch(bundle: Path, demo_model: Path, tmp_path: Path) -> None:
     there, gone, empty = str(bundle), str(tmp_path / "gone"), str(tmp_path)
     prompt, memory, text = ("-p", "x"), ("--device-memory", "1GB"), ("-d", "x")
     cases = [
@@ -48,6 +48,14 @@ def test_mistakes_are_reported_without_torch(bundle: Path, tmp_path: Path) -> No
         (["generate", "someone/nothing", *prompt], "the Hub cannot be reached"),
         (["build", gone, "-o", str(tmp_path / "made")], "no such directory"),
         (["build", empty, "-o", str(tmp_path / "made")], "has no config.json"),
+        (["build", str(demo_model), "-o", str(tmp_path / "made"), "-c", gone], "no such file"),
+        (["eval", there, "-d", gone], "no such file"),
+        (["profile", there, gone, "-o", gone], "no such file"),
+        (["shrink", there, "-o", gone, "--versions", "w9"], "no version 'w9'"),
+        (["pull", "someone/model", "-o", gone, "--versions", "w77"], "version 'w77' is unknown"),
+        (["push", gone, "someone/model"], "no such directory"),
+        (["bench", there, "--prompt", "x"], "--prompt 'x'"),
+        (["generate", f"{gone}.gguf", *prompt], "gone.gguf"),
     ]
     given = json.dumps([words for words, _ in cases])
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}  # where nothing listens

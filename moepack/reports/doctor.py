@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from moepack.pack.files import advise
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.processors import processors
 from moepack.quantize import methods
@@ -212,8 +213,7 @@ def disk_rates(directory: Path) -> JsonObject:
             f.flush()
             os.fsync(f.fileno())
             facts["write_bytes_per_second"] = size / (time.perf_counter() - began)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            advise(f.fileno(), "DONTNEED")
             f.seek(0)
             began = time.perf_counter()
             while f.read(1 << 20):
@@ -221,7 +221,7 @@ def disk_rates(directory: Path) -> JsonObject:
             facts["read_bytes_per_second"] = size / (time.perf_counter() - began)
             direct = {}
             for in_flight in (1, 2, 4, 8):
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                advise(f.fileno(), "DONTNEED")
                 direct[str(in_flight)] = direct_rate(f.fileno(), in_flight)
             facts["direct_bytes_per_second"] = direct
     except OSError as error:

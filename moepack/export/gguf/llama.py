@@ -72,7 +72,8 @@ class Llama:
 
     @cached_property
     def _base(self) -> ctypes.CDLL:
-        base = ctypes.CDLL(str(self._folder / "libggml-base.so"))
+        suffix = "dylib" if sys.platform == "darwin" else "so"
+        base = ctypes.CDLL(str(self._folder / f"libggml-base.{suffix}"))
         pointer = ctypes.c_void_p
         number = ctypes.c_int64
         for name, result, arguments in (

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from hub_stand_in import Hub, point, serve
+from huggingface_hub.utils import enable_progress_bars
 from native_checkpoints import logits, released, small
 from released import same
 from safetensors.torch import load_file
@@ -34,6 +38,7 @@ from moepack.pipeline.shrink import shrink
 from moepack.reports.plan import plan
 from moepack.reports.verify import verify
 from moepack.runtime.planning.options import LoadOptions
+from moepack.shared.progress import LineReporter, progress, size
 
 Edit = Callable[[Path, Callable[[dict], None]], None]
 
@@ -329,6 +334,24 @@ def test_a_pull_that_is_killed_goes_on(client: Client, tmp_path: Path) -> None:
     got = tree(target)
     assert {n: d for n, d in got.items() if n != ".pulled.json"} == sent
     assert not (target / ".pulling").exists() and verify(target) == []
+
+
+@pytest.mark.usefixtures("pushed")
+def test_a_pull_shows_its_own_progress_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes, and without the Hub library's bars, which that library shows on a terminal."""
+    enable_progress_bars()
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress() as bars:
+        pull("someone/mini", tmp_path / "got", ["w1"], reporter=bars)
+    assert "files of someone/mini" not in terminal.getvalue(), "which is what its bar says"
+    lines: list[str] = []
+    reporter = LineReporter(lines.append)
+    pull("someone/mini", tmp_path / "got", ["w2"], reporter=reporter)
+    reporter.close()
+    fetched = sum(p.stat().st_size for p in (tmp_path / "got" / "experts" / "w2").iterdir())
+    assert re.match(rf"fetch: {size(fetched)} of {size(fetched)} in ", lines[1]), lines
 
 
 @pytest.mark.usefixtures("pushed")

@@ -5,10 +5,13 @@ The repository is never listed: it may hold any number of other files. hub_name.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from .hub_errors import patiently
 
 WORKERS = 8
 
@@ -45,7 +48,9 @@ def fetch_files(
                 except queue.Empty:
                     return
                 try:
-                    hf_hub_download(repo, name, revision=commit, tqdm_class=_part_of(bar.update, stopped), **options)
+                    part = _part_of(bar.update, stopped)
+                    download = functools.partial(hf_hub_download, revision=commit, tqdm_class=part, **options)
+                    patiently(functools.partial(download, repo, name))
                     done.put((name, None))
                 except BaseException as error:
                     done.put((name, error))

@@ -104,7 +104,7 @@ def _uploads(api: HfApi, there: _There, reporter: Reporter) -> Iterator[None]:
 
 def _has_xet(api: HfApi, there: _There) -> bool:
     """Ask the Hub for a token of its Xet storage. Raises HfHubHTTPError if the Hub refuses it."""
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
 
     branch = quote(there.revision or "main", safe="")
     url = f"{api.endpoint}/api/models/{there.repo}/xet-write-token/{branch}"

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,15 +71,20 @@ class Served:
     def ask(self, prompt: str, tokens: int = 8) -> Any:
         return ask(self.url, prompt, max_tokens=tokens)["text"]
 
+    def load(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.load(urllib.request.urlopen(f"{self.url}/load"))
+        return loaded
+
     def replicas(self) -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [p for p in found if p.cmdline() and p.cmdline()[0].startswith("ray::ServeReplica")]
 
 
-@pytest.fixture(scope="module")
-def served(bundle: Path) -> Iterator[Served]:
+@contextmanager
+def serving(bundle: Path, *options: str) -> Iterator[Served]:
+    """Two replicas, until the command is stopped."""
     command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--port", "0", "--name", "mini"]
-    command += ["--replicas", "2", "--device-memory", "5MB", "--step-tokens", "64"]
+    command += ["--replicas", "2", "--device-memory", "5MB", "--step-tokens", "64", *options]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -92,6 +98,12 @@ def served(bundle: Path) -> Iterator[Served]:
     assert process.wait(60) == 0
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{found[1]}/health", timeout=5)
+
+
+@pytest.fixture(scope="module")
+def served(bundle: Path) -> Iterator[Served]:
+    with serving(bundle) as running:
+        yield running
 
 
 def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served) -> None:
@@ -120,7 +132,7 @@ def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served)
 
 def test_the_load_is_that_of_all_replicas(served: Served) -> None:
     def load() -> dict[str, Any]:
-        found: dict[str, Any] = json.load(urllib.request.urlopen(f"{served.url}/load"))
+        found = served.load()
         each = found.pop("replicas")
         assert len(each) == 2 and found == {name: sum(one[name] for one in each) for name in found}
         return {**found, "busy": sum(one["running"] > 0 for one in each)}
@@ -147,3 +159,29 @@ def test_a_replica_that_dies_is_started_anew(served: Served) -> None:
             assert error.code == 503
             time.sleep(0.2)
     assert answered >= 8 and len(served.replicas()) == 2 and gone.pid not in {p.pid for p in served.replicas()}
+
+
+def test_the_end_of_a_node_ends_its_own_answers_alone(bundle: Path) -> None:
+    """Two nodes with a replica each; the front is on the one where the command was typed."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        other = cluster.add_node(num_cpus=1)
+        with serving(bundle, "--address", cluster.address) as served:
+            raylet = psutil.Process(other.all_processes["raylet"][0].process.pid)
+            titles = [p.cmdline()[0] for p in raylet.children() if p.cmdline()]
+            assert [t for t in titles if "Door" in t] == [] and [t for t in titles if "ServeReplica" in t]
+            prompts = [f"{letter} town of" for letter in "abcdefgh"]
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                answers = [pool.submit(served.ask, prompt, 400) for prompt in prompts]
+                loads = [one["running"] for one in served.load()["replicas"]]
+                while (sum(loads) < 8 or min(loads) == 0) and not any(one.done() for one in answers):
+                    loads = [one["running"] for one in served.load()["replicas"]]
+                cluster.remove_node(other, allow_graceful=False)
+                lost = [one for one in answers if one.exception() is not None]
+            assert sum(loads) == 8 and min(loads) > 0
+            assert sorted([len(lost), 8 - len(lost)]) == sorted(loads)
+            assert all(served.ask(prompt) for prompt in prompts), "the other node answers them all"
+    finally:
+        cluster.shutdown()

@@ -258,7 +258,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
             raise MissingExtraError(str(error.name), "ray") from None
         _deploy(ray, ray_serve, asked, name)
         undo.callback(ray_serve.delete, name)
-        node, elsewhere = _node(ray)
+        node, elsewhere = node_of_front(ray)
         place = NodeAffinitySchedulingStrategy(node, soft=False)
         actor = ray.remote(Door).options(num_cpus=0, max_concurrency=4096, scheduling_strategy=place)
         door = actor.remote(asked, name)
@@ -274,7 +274,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         ray.get(door.end.remote())
 
 
-def _node(ray: ModuleType) -> tuple[str, str]:
+def node_of_front(ray: ModuleType) -> tuple[str, str]:
     """Return the node for the front, and what the address says of the node where it is another machine.
 
     It is the node where the command was typed: no other node's end then ends the front. A machine outside of the

@@ -26,7 +26,7 @@ from server_fixtures import ask, post
 
 pytest.importorskip("ray.serve")
 
-from moepack.server.replicas import PAGE, beginning
+from moepack.server.replicas import PAGE, beginning, node_of_front
 
 
 def test_what_a_prompt_is_known_by() -> None:
@@ -61,6 +61,24 @@ def test_which_replicas_are_tried() -> None:
     assert known == ["xa"] and len(set(two)) == 2
     assert tried("e", ["b"]) == [[], ["b"]] and tried("", ["b"]) == tried(None, ["b"]) == [["b"]]
     assert {r for _ in range(99) for r in tried("e", ["b", "c", "d"])[1]} == {"b", "c", "d"}
+
+
+@pytest.mark.parametrize(
+    ("connected", "nodes", "front"),
+    [
+        ("here", {"head": "192.0.2.1", "here": "127.0.0.1"}, ("here", "")),
+        ("head", {"head": "192.0.2.1", "here": "127.0.0.1"}, ("here", "")),  # ray:// leads to the head
+        ("head", {"head": "192.0.2.1", "other": "192.0.2.2"}, ("head", " of node 192.0.2.1")),  # typed outside
+    ],
+)
+def test_the_front_is_where_the_command_was_typed(
+    connected: str, nodes: dict[str, str], front: tuple[str, str]
+) -> None:
+    listed = [{"NodeID": name, "NodeManagerAddress": address, "Alive": True} for name, address in nodes.items()]
+    gone = {"NodeID": "gone", "NodeManagerAddress": "127.0.0.1", "Alive": False}
+    context = SimpleNamespace(get_node_id=lambda: connected)
+    ray = SimpleNamespace(nodes=lambda: [gone, *listed], get_runtime_context=lambda: context)
+    assert node_of_front(ray) == front
 
 
 @dataclass

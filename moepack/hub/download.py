@@ -77,7 +77,7 @@ def pull(
     api = HfApi()
     if on_hub(repo, MANIFEST, PUSHING, instead="", revision=revision) is None:
         raise HubError(f"{repo}: is not a moepack bundle: it has no {MANIFEST}")
-    with hub_errors(repo):
+    with hub_errors(repo, reporter):
         newest = read_remote(api, repo, revision)
         if newest is None:
             raise HubError(f"{repo}: a push to it has not ended: try again later, or name an earlier --revision")
@@ -224,7 +224,11 @@ def _fitting(fit: LoadOptions, reporter: Reporter) -> Chooser:
         for name in names:
             if name not in remote.manifest.files:
                 raise BundleError.single(f"{remote.repo}/{name}", "missing", "not in the manifest")
-        found = fitting(fetch(names), fit)
+        described = fetch(names)
+        try:
+            found = fitting(described, fit)
+        except InputError as error:  # its message begins with the folder of the fetched files
+            raise InputError(str(error).replace(str(described.path), remote.repo)) from None
         reporter.note(f"{fit.budget:,} bytes hold {found.text}: fetching {', '.join(found.versions)}")
         return found.versions
 

@@ -127,12 +127,14 @@ def _replaced_on_gpu(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
 def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     """Let the compiled kernels run norms, routers and attention; return the number of modules of each class."""
     from moepack.runtime.dense.borrowed import serve_attention, serve_routers
+    from moepack.runtime.dense.linear_attention import serve_linear_attention
     from moepack.runtime.dense.norms import serve_norms
     from moepack.runtime.dense.projections import serve_projections
 
     norms = serve_norms(model)
     routers = serve_routers(model, [layer.module for layer in bundle.layers])
-    return norms | routers | serve_attention(model) | serve_projections(model)
+    linear = serve_linear_attention(model)
+    return norms | routers | linear | serve_attention(model) | serve_projections(model)
 
 
 def _hand_over(

@@ -1,10 +1,10 @@
 """Linear attention by the gated delta rule: one kernel call between a layer's projections, for tokens and for prompts.
 
 Such a module projects its input, convolves queries, keys and values, moves its state on by each token, normalises and
-gates the result, and multiplies it once more. transformers' own code does that by some thirty operations of torch, each
-of which copies the state. A module is known by the names that its code reads, and it is tried: if its results or the
-states that it leaves in a cache differ by more than rounding, it keeps its own code. The trial is of a prompt, of single
-tokens and of a few after it, of one sequence without a mask and of two, one of which begins with padding.
+gates the result, and multiplies it once more. transformers' own code does that by some thirty operations of torch, of
+which five copy the state. A module is known by the names that its code reads, and it is tried: if its results or the
+states that it leaves in a cache differ by more than rounding, it keeps its own code. The trial is of a prompt, of
+single tokens and of a few after it, of one sequence without a mask and of two, one of which begins with padding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.delta_native import DeltaRule, DeltaSizes, DeltaWeights, Lies
+from moepack.runtime.step.context import PackedCache
 
 from .borrowed import CLOSE
+from .by_row import by_row
 from .linears import FamilyModule, in_place_of, learns
 from .norms import epsilon_of
 from .values import Changed, ReadValues
@@ -33,17 +35,16 @@ if TYPE_CHECKING:
 NUMBER = "layer_idx"  # KNOWN names let a module's code use it for nothing but to find its layer of the cache
 TOKENS = (5, 1, 3, 1)  # random tokens of a trial's passes, one after another
 # What the code of all these modules reads, and what some read. A name beyond these may be a step that the kernel lacks.
-NEEDED = frozenset(
-    "apply_mask_to_padding_states causal_conv1d_fn causal_conv1d_update conv1d conv_kernel_size get_conv_state "
-    f"get_recurrent_state {NUMBER} update_conv_state update_recurrent_state".split()
-)
-KNOWN = NEEDED | frozenset(
-    "A_log F activation b_proj bias cat chunk_kimi_delta_attention contiguous dt_bias exp fix_query_key_value_ordering "
-    "float float32 forget_gate g_a_proj g_b_proj g_proj head_dim head_k_dim head_v_dim in_proj_a in_proj_b in_proj_ba "
-    "in_proj_qkv in_proj_qkvz in_proj_z is_recording_past k_proj key_dim norm o_norm o_proj out_proj pop q_proj qkv_dim "
-    "recurrent_kimi_delta_attention reshape shape sigmoid softplus split squeeze to torch torch_chunk_gated_delta_rule "
-    "torch_recurrent_gated_delta_rule transpose update v_proj value_dim view weight".split()
-)
+ALL = """apply_mask_to_padding_states causal_conv1d_fn causal_conv1d_update conv1d conv_kernel_size get_conv_state
+    get_recurrent_state layer_idx update_conv_state update_recurrent_state"""
+SOME = """A_log F activation b_proj bias cat chunk_kimi_delta_attention contiguous dt_bias exp
+    fix_query_key_value_ordering float float32 forget_gate g_a_proj g_b_proj g_proj head_dim head_k_dim head_v_dim
+    in_proj_a in_proj_b in_proj_ba in_proj_qkv in_proj_qkvz in_proj_z is_recording_past k_proj key_dim norm o_norm
+    o_proj out_proj pop q_proj qkv_dim recurrent_kimi_delta_attention reshape shape sigmoid softplus split squeeze
+    to torch torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule transpose update v_proj value_dim
+    view weight"""
+NEEDED = frozenset(ALL.split())
+KNOWN = NEEDED.union(SOME.split())
 States = tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]  # first tokens, windows and states of sequences
 
 
@@ -82,13 +83,29 @@ class _Place:
         return made, None if self.decays is None else module._modules[self.decays](x).float().contiguous()
 
     def states(self, cache: Any, number: int, batch: int, tokens: int) -> States | None:
-        """Return a cache's states of a layer, made if it has none yet; None if it keeps them in another way."""
+        """Return a cache's states of layer `number`; None if the cache keeps them in another way."""
+        if not isinstance(cache, PackedCache):
+            held = self._held(cache, number, batch)
+            return None if held is None else (range(0, batch * tokens + 1, tokens), (held[0],), (held[1],))
+        first = [0]
+        windows = []
+        states = []
+        for span, row in cache.by_row():
+            held = self._held(row, number, 1)
+            if held is None:
+                return None
+            first.append(span.stop)
+            windows.append(held[0])
+            states.append(held[1])
+        return first, windows, states
+
+    def _held(self, cache: Any, number: int, batch: int) -> tuple[Tensor, Tensor] | None:
+        """Return a cache's windows and states of a layer, made if it has none yet; None if they are of another form."""
         sizes = self.rule.sizes
-        first = range(0, batch * tokens + 1, tokens)
         window = torch.zeros((), dtype=torch.bfloat16).expand(batch, *sizes.window)
         state = torch.zeros(()).expand(batch, *sizes.state)
         if cache is None:
-            return first, (window.contiguous(),), (state.contiguous(),)
+            return window.contiguous(), state.contiguous()
         if cache.is_recording_past(number) or cache.offloading:
             return None
         if cache.get_conv_state(number, state_idx=0) is None:
@@ -99,7 +116,7 @@ class _Place:
         for held, like in ((windows, window), (states, state)):
             if held is None or held.shape != like.shape or held.dtype != like.dtype or not held.is_contiguous():
                 return None
-        return first, (windows,), (states,)
+        return windows, states
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -136,9 +153,7 @@ def _place(module: FamilyModule, sigmoid: bool) -> _Place | None:
         if "forget_gate" in has:
             return _with_own_decays(module, sigmoid)
         r = module.num_v_heads // module.num_k_heads
-        sizes = DeltaSizes(
-            module.num_k_heads, r, module.head_k_dim, module.head_v_dim, module.conv_kernel_size
-        )
+        sizes = DeltaSizes(module.num_k_heads, r, module.head_k_dim, module.head_v_dim, module.conv_kernel_size)
         k = sizes.k_dim
         v = r * sizes.v_dim
         if "in_proj_qkvz" in has:  # by heads of keys: its query, its key, its values, their gates
@@ -149,7 +164,14 @@ def _place(module: FamilyModule, sigmoid: bool) -> _Place | None:
         else:
             maps = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
             keys = sizes.keys * k
-            places = [Lies(0, 0, k), Lies(0, keys, k), Lies(0, 2 * keys, v), Lies(1, 0, v), Lies(2, 0, r), Lies(3, 0, r)]
+            places = [
+                Lies(0, 0, k),
+                Lies(0, keys, k),
+                Lies(0, 2 * keys, v),
+                Lies(1, 0, v),
+                Lies(2, 0, r),
+                Lies(3, 0, r),
+            ]
         own = {"scale": module.A_log.detach().float().exp(), "bias": module.dt_bias.detach().float().clone()}
         return _made(module, sizes, places, maps, ("norm", "out_proj", None), sigmoid, own)
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -192,10 +214,10 @@ def _made(
 @functools.cache
 def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     """Make a subclass of `kind` that runs the kernel when its arguments allow it."""
-    plain = kind.forward
+    plain = by_row(kind.forward)
     older = {*CACHE_NAMES} - {cache_name}  # names of the cache that a decorator of `plain` may translate
 
-    @functools.wraps(plain)
+    @functools.wraps(kind.forward)
     def forward(self: FamilyModule, *args: object, **kwargs: Any) -> object:
         x = kwargs.get("hidden_states")
         place: _Place | None = self._moepack_linear
@@ -256,9 +278,7 @@ def _agrees(module: FamilyModule, place: _Place | None, cache_name: str, config:
     return True
 
 
-def _passes(
-    module: FamilyModule, run: Callable[..., Tensor], x: Tensor, cache: Cache, cache_name: str
-) -> list[Tensor]:
+def _passes(module: FamilyModule, run: Callable[..., Tensor], x: Tensor, cache: Cache, cache_name: str) -> list[Tensor]:
     """Return what a module's passes make of `x`, and the states that the cache then holds.
 
     The second sequence of two begins with a token of padding.

@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule on a CPU, by c/delta.c: from projections to the input of the last product."""
+"""Linear attention by the gated delta rule on a CPU (c/delta.c), from projections to the input of the last product."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ class DeltaWeights:
     norm: Tensor  # bfloat16 [v_dim]
     epsilon: float
     sigmoid: bool  # of the gate; else silu
-    scale: Tensor | None = None  # float32 [value heads]; with `bias`, a decay's logarithm is -scale * softplus(x + bias)
+    scale: Tensor | None = (
+        None  # float32 [value heads]; with `bias`, a decay's logarithm is -scale * softplus(x + bias)
+    )
     bias: Tensor | None = None
 
 

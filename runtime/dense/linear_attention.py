@@ -13,11 +13,12 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from transformers.cache_utils import Cache, DynamicCache
 
 from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.delta_native import DeltaRule, DeltaSizes, DeltaWeights, Lies
@@ -28,9 +29,6 @@ from .by_row import by_row
 from .linears import FamilyModule, in_place_of, learns
 from .norms import epsilon_of
 from .values import Changed, ReadValues
-
-if TYPE_CHECKING:
-    from transformers import Cache
 
 NUMBER = "layer_idx"  # KNOWN names let a module's code use it for nothing but to find its layer of the cache
 TOKENS = (5, 1, 3, 1)  # random tokens of a trial's passes, one after another
@@ -106,7 +104,7 @@ class _Place:
         state = torch.zeros(()).expand(batch, *sizes.state)
         if cache is None:
             return window.contiguous(), state.contiguous()
-        if cache.is_recording_past(number) or cache.offloading:
+        if not isinstance(cache, Cache) or cache.is_recording_past(number) or cache.offloading:
             return None
         if cache.get_conv_state(number, state_idx=0) is None:
             cache.update_conv_state(window, number, conv_kernel_size=sizes.width)
@@ -255,8 +253,6 @@ def _fits(x: Tensor | None) -> bool:
 
 def _agrees(module: FamilyModule, place: _Place | None, cache_name: str, config: Any) -> bool:
     """Whether a module's own results, and the states that it keeps, are those of `place`."""
-    from transformers.cache_utils import DynamicCache
-
     if place is None:
         return False
     kind: Any = type(module)

@@ -178,6 +178,7 @@ def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_pat
 
 def test_bytes_by_hand() -> None:
     assert CacheShape(10).bytes(100, 8) == 1000
+    assert [CacheShape(10, fixed=7).bytes(room, 8) for room in (0, 100)] == [0, 1007]
     assert CacheShape(10, ((4, 32),)).bytes(20, 8) == 280  # the window is not full yet
     assert CacheShape(10, ((4, 32),)).bytes(100, 8) == 1000 + 4 * (31 + 8)
 

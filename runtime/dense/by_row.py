@@ -31,7 +31,12 @@ def serve_rows(model: nn.Module, layers: Collection[int]) -> set[int]:
     for module in model.modules():
         kind: Any = type(module)
         number = getattr(module, "layer_idx", None)
-        if number not in layers or "forward" in module.__dict__ or not _keeps_state(kind):
+        if (
+            not isinstance(number, int)
+            or number not in layers
+            or "forward" in module.__dict__
+            or not _keeps_state(kind)
+        ):
             continue
         found.add(number)
         if not hasattr(module, "_moepack_linear") and "_moepack_by_row" not in vars(kind):

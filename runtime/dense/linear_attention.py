@@ -111,13 +111,17 @@ class _Place:
             cache.update_recurrent_state(state, number)
         windows = cache.get_conv_state(number, state_idx=0)
         states = cache.get_recurrent_state(number, state_idx=0)
-        for held, like in ((windows, window), (states, state)):
-            if held is None or held.shape != like.shape or held.dtype != like.dtype or not held.is_contiguous():
-                return None
+        if windows is None or states is None or not (_alike(windows, window) and _alike(states, state)):
+            return None
         return windows, states
 
     def __deepcopy__(self, memo: object) -> None:
         return None
+
+
+def _alike(held: Tensor, like: Tensor) -> bool:
+    """Whether a cache's tensor is one that the kernel changes in place."""
+    return held.shape == like.shape and held.dtype == like.dtype and held.is_contiguous()
 
 
 def serve_linear_attention(model: nn.Module) -> dict[str, int]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from benchmarks.common import Row, Target, arguments, finish, lower_quartile
 
 LAYERS = 24
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
     "linear_key_head_dim": 128,
@@ -47,7 +47,8 @@ class Given(nn.Module):
 
 def layer() -> tuple[Any, Any]:
     """One layer with random weights, and its configuration."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextGatedDeltaNet
+    from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
     config = Qwen3NextConfig(hidden_size=2048, num_hidden_layers=4, **SHAPE)
     with torch.device("meta"):
@@ -82,7 +83,7 @@ def measure(tokens: int, turns: int) -> Row:
         raise SystemExit("the kernel's results differ from the model's own code: see the log")
     served = type(module).forward
     x = torch.randn(1, tokens, 2048).bfloat16()
-    caches = [DynamicCache(config=config) for _ in range(LAYERS if tokens < 64 else 2)]
+    caches: list[Any] = [DynamicCache(config=config) for _ in range(LAYERS if tokens < 64 else 2)]
     own: list[float] = []
     ours: list[float] = []
     with torch.no_grad():

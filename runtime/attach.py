@@ -129,12 +129,13 @@ def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     """Let the compiled kernels run norms, routers and attention; return the number of modules of each class."""
     from moepack.runtime.dense.borrowed import serve_attention, serve_routers
     from moepack.runtime.dense.latent import serve_latents
+    from moepack.runtime.dense.linear_attention import serve_linear_attention
     from moepack.runtime.dense.norms import serve_norms
     from moepack.runtime.dense.projections import serve_projections
 
     norms = serve_norms(model)
     routers = serve_routers(model, [layer.module for layer in bundle.layers])
-    attention = serve_attention(model) | serve_latents(model)
+    attention = serve_attention(model) | serve_latents(model) | serve_linear_attention(model)
     return norms | routers | attention | serve_projections(model)
 
 

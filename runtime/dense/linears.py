@@ -45,6 +45,8 @@ SIBLINGS = (
     ("q_proj", "kv_a_proj_with_mqa"),
     ("q_a_proj", "kv_a_proj_with_mqa"),
     ("gate_proj", "up_proj"),
+    ("in_proj_qkvz", "in_proj_ba"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
 )
 
 

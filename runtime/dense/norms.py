@@ -83,7 +83,7 @@ def replace_norms(
     changed = Changed()
     for module in model.modules():
         weight = getattr(module, "weight", None)
-        epsilon = _epsilon(module)
+        epsilon = epsilon_of(module)
         kind = type(module)
         if epsilon is None or not isinstance(weight, Tensor) or weight.dtype not in dtypes or weight.dim() != 1:
             continue
@@ -101,7 +101,8 @@ def replace_norms(
     return changed.done()
 
 
-def _epsilon(module: nn.Module) -> float | None:
+def epsilon_of(module: nn.Module) -> float | None:
+    """Return what a normalisation by the root mean square adds to the mean square; `None` for any other module."""
     if "RMSNorm" not in type(module).__name__:
         return None
     found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))

@@ -13,13 +13,15 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 
 from moepack.runtime.policies.reducers import RouterOutput
 
 if TYPE_CHECKING:
+    from transformers import Cache
+
     from moepack.runtime.kernels.routing_triton import Routed
 
 
@@ -96,11 +98,20 @@ class PackedCache:
     """A KV cache whose passes read [1, tokens]: tokens of several sequences, one after another.
 
     The server's cache implements it (moepack/server/batching/packed_cache.py). The KV reserve and the sequences ask it
-    about the pass that is about to begin; attention calls `attend`. A pass of few tokens on a GPU has a `table`.
+    about the pass that is about to begin; attention calls `attend`, and layers that keep a state instead of keys and
+    values call `by_row`. A pass of few tokens on a GPU has a `table`.
     """
 
     windows: Sequence[int | None] = ()  # of each layer's keys and values, in tokens; None for all
     table: SequenceTable | None = None  # of the running pass, if it has one
+
+    def by_row(self) -> Sequence[tuple[slice, Cache]]:
+        """Return where each sequence's tokens are in the pass, and its own cache of states, which the pass changes."""
+        raise NotImplementedError
+
+    def refuse(self, why: str) -> NoReturn:
+        """End the pass: the model does what packed passes do not allow."""
+        raise NotImplementedError
 
     def sequences(self) -> Sequence[tuple[object, int, bool]]:
         """Return each sequence in order: its own cache, its number of tokens, and whether they are of a prompt."""

@@ -12,17 +12,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError
+from moepack.runtime.dense.by_row import serve_rows
 from moepack.runtime.devices import glibc
 from moepack.runtime.residency.kv_reserve import KvBudget
 
-from .packed_cache import NAME, CacheShape, NotPackable, PackedKvCache, RowInput, SequenceCache, windows_of
+from .packed_cache import (
+    NAME,
+    CacheShape,
+    NotPackable,
+    PackedKvCache,
+    RowInput,
+    SequenceCache,
+    layers_with_states,
+    windows_of,
+)
 from .prefixes import CHUNK
 from .row_table import RowTable
 
@@ -80,6 +92,7 @@ class Engine:
         self._only_last = bool(model._supports_logits_to_keep())
         self.why_not_packed: str | None = None  # why each sequence has passes of its own; None if passes are packed
         self._windows: list[int | None] = []
+        self._with_states: frozenset[int] = frozenset()  # layers
         self._rows: PackedKvCache | None = None
         self._table: RowTable | None = None
         # The most sequences that a replayed pass decodes; more in one pass take longer. None without replays.
@@ -93,8 +106,12 @@ class Engine:
             if manager is not None and manager.policy.needs.importance:
                 raise NotPackable("its policy reads attention weights")
             self._windows = windows_of(model.config)
+            self._with_states = layers_with_states(model.config)
+            if unknown := self._with_states - serve_rows(model, self._with_states):
+                raise NotPackable(f"its layers {', '.join(map(str, sorted(unknown)))} keep states of their own kind")
             model.config._attn_implementation = NAME
-            self._table = RowTable.of(model, len(self._windows))
+            if not self._with_states:
+                self._table = RowTable.of(model, len(self._windows))
             if self._table is not None and not (manager is not None and manager.policy.needs.layers):
                 self.at_once = self._table.at_once  # a policy that lets passes wait has no replays
         except NotPackable as error:
@@ -124,7 +141,8 @@ class Engine:
         if not self.is_packed:
             return CacheSlot()
         if self._rows is None:
-            self._rows = PackedKvCache(self._windows, self._shape(), self._step, self.most_kept, self._table)
+            states = partial(DynamicCache, config=self._model.config) if self._with_states else None
+            self._rows = PackedKvCache(self._windows, self._shape(), self._step, self.most_kept, self._table, states)
         return CacheSlot(self._rows.add(wanted, keys))
 
     def remove(self, slot: CacheSlot) -> None:
@@ -152,6 +170,8 @@ class Engine:
             return self.why_not_packed
         if any(window is not None for window in self._windows):
             return "it has layers with an attention window"
+        if self._with_states:
+            return "it has layers that keep a state, which is that of the last token alone"
         if not self._most_kept:
             return "it is switched off"
         if self._chunk_bytes > self._most_kept:
@@ -204,9 +224,13 @@ class Engine:
         if self._watch is None:
             return None
         windowed: Counter[int] = Counter()
-        for _, slope, cap in self._watch.shape.parts:
-            windowed[0 if cap is None else cap // slope + 1] += slope
-        return CacheShape(windowed.pop(0, 0), tuple((size, window) for window, size in windowed.items()))
+        fixed = 0
+        for constant, slope, cap in self._watch.shape.parts:
+            if slope:
+                windowed[0 if cap is None else cap // slope + 1] += slope
+            elif self._with_states:
+                fixed += constant
+        return CacheShape(windowed.pop(0, 0), tuple((size, window) for window, size in windowed.items()), fixed)
 
     # --- room
 

@@ -9,16 +9,23 @@ On a GPU a pass of one token of each row finds them by a table (row_table.py): t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
+)
 from transformers.masking_utils import AttentionMaskInterface
 
 from moepack.runtime.dense.latent import Latents, expanded
@@ -29,6 +36,8 @@ from .row_table import END, ROOM, RowTable, Where, where
 
 NAME = "moepack_rows"  # packed attention's name in transformers' registry
 GRAIN = 32  # a row has room (allocated memory) for a multiple of this many tokens
+# Kinds of layers: those of the last four keep a state of fixed size, or nothing
+KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "moe", "mlp"}
 AHEAD = 64  # when a row grows: the least tokens of room beyond the need
 # Arguments of attention that packed attention does not need: the rows imply masks and windows.
 IGNORED = (
@@ -73,6 +82,7 @@ class SequenceCache:
     length: int = 0  # cached tokens
     room: int = 0  # tokens for which the layers without a window have memory
     where: Where | None = None  # where its layers lie, as the last pass by a table has written it
+    states: Cache | None = None  # of the layers that keep a state of fixed size, if the model has such layers
 
     def get_seq_length(self) -> int:
         """Cached tokens, under the name that transformers' caches use."""
@@ -93,10 +103,12 @@ class CacheShape:
     full: int  # bytes a token in all layers without a window
     # (bytes a token, window in tokens) of the layers with an attention window; layers with equal windows are summed.
     windowed: tuple[tuple[int, int], ...] = ()
+    fixed: int = 0  # bytes of states, which do not grow
 
     def bytes(self, room: int, step: int) -> int:
         """Bytes of a row with room for `room` tokens, if passes read at most `step` tokens."""
-        return self.full * room + sum(size * min(room, window - 1 + step) for size, window in self.windowed)
+        grown = sum(size * min(room, window - 1 + step) for size, window in self.windowed)
+        return self.full * room + grown + (self.fixed if room else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +161,12 @@ class PackedKvCache(Cache, PackedCache):
         step: int,
         most_kept: int = 0,
         table: RowTable | None = None,
+        states: Callable[[], Cache] | None = None,
     ) -> None:
         """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass.
 
         `most_kept` is the most bytes of kept chunks; 0 unless every layer is full. `table` is the model's, on a GPU.
+        `states` makes a sequence's cache of states, if some layers keep one.
         """
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
@@ -165,6 +179,7 @@ class PackedKvCache(Cache, PackedCache):
         self._parts: list[_PassPart] = []
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
         self._table = table
+        self._states = states
         self._written = False
         self.table: RowTable | None = None  # where the running pass finds its rows, if it does so by a table
 
@@ -172,7 +187,8 @@ class PackedKvCache(Cache, PackedCache):
 
     def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> SequenceCache:
         """Add an empty sequence; its first pass makes room for `wanted` tokens. `keys` are its prompt's chunk keys."""
-        row = SequenceCache([_LayerCache() for _ in self.windows], wanted, keys)
+        states = self._states() if self._states is not None else None
+        row = SequenceCache([_LayerCache() for _ in self.windows], wanted, keys, states=states)
         self.rows.append(row)
         return row
 
@@ -180,6 +196,7 @@ class PackedKvCache(Cache, PackedCache):
         """Remove a sequence and free its memory."""
         self.rows.remove(row)
         row.layers = []
+        row.states = None
 
     @property
     def held_bytes(self) -> int:
@@ -261,6 +278,23 @@ class PackedKvCache(Cache, PackedCache):
                 return
 
     # --- what models call
+
+    def by_row(self) -> list[tuple[slice, Cache]]:
+        """Return where each row's tokens are in the pass, and the row's states, which its layers change."""
+        if any(part.of.row.states is None for part in self._parts):
+            self.refuse("a layer keeps a state of which its configuration says nothing")
+        self.began = True
+        return [(part.span, states) for part in self._parts if (states := part.of.row.states) is not None]
+
+    def refuse(self, why: str) -> NoReturn:
+        """Raise NotPackable."""
+        raise NotPackable(why)
+
+    def get_conv_state(self, *_: object, **__: object) -> NoReturn:
+        """Refuse: no state is shared by rows. Layers that keep one are run by row."""
+        self.refuse("a layer keeps a state in code that is not run by row")
+
+    get_recurrent_state = update_conv_state = update_recurrent_state = has_previous_state = get_conv_state
 
     def write_table(self) -> None:
         """Make room for the pass's tokens in every layer, and say in the table where they belong; once a pass."""
@@ -485,23 +519,23 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def windows_of(config: PreTrainedConfig) -> list[int | None]:
-    """Each layer's attention window in tokens; None for full.
+    """Each layer's attention window in tokens; None for full, and for a layer without attention.
 
     Raises:
-        NotPackable: if layers keep other state than keys and values, or positions depend on other sequences of a pass.
+        NotPackable: if a layer keeps keys in another way, or positions depend on other sequences of a pass.
     """
     text = config.get_text_config(decoder=True)
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if odd := kinds - {"full_attention", "sliding_attention"}:
-        raise NotPackable(f"its layers are of {', '.join(sorted(odd))}")
     ropes = getattr(text, "rope_parameters", None) or {}  # one for all layers, or one by kind of layer
     for given in (ropes, *ropes.values()):
         rope = given.get("rope_type", given.get("type")) if isinstance(given, dict) else None
         if rope in ("dynamic", "longrope"):
             raise NotPackable(f"its positions ({rope}) depend on the longest sequence of a pass")
+    kinds = getattr(text, "layer_types", None) or ()
+    if odd := {*kinds} - KINDS:
+        raise NotPackable(f"its layers are of {', '.join(sorted(odd))}")
     out: list[int | None] = []
     for layer in DynamicCache(config=config).layers:
-        if type(layer) is DynamicLayer:
+        if type(layer) in (DynamicLayer, LinearAttentionLayer, DummyLayer):
             out.append(None)
         elif type(layer) is DynamicSlidingWindowLayer:
             out.append(int(layer.sliding_window))
@@ -510,3 +544,9 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     if len(out) != text.num_hidden_layers:
         raise NotPackable("its cache does not have one layer for each of the model's")
     return out
+
+
+def layers_with_states(config: PreTrainedConfig) -> frozenset[int]:
+    """Return the numbers of the layers that keep a state of fixed size."""
+    layers = DynamicCache(config=config).layers
+    return frozenset(n for n, layer in enumerate(layers) if type(layer) is LinearAttentionLayer)

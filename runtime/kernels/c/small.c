@@ -5,20 +5,10 @@
  */
 #include <math.h>
 
-#include "gemm.h"
-
-#define LANES 16
-#define SMALL static inline __attribute__((always_inline))
+#include "lanes.h"
 
 /* How a weight is applied: after rounding to BF16, before it, or as 1 + weight in float32. */
 enum { ROUNDED, WIDE, PLUS_ONE };
-
-/* The sum of LANES parts, halves added to halves: additions of one sum would each wait for the one before. */
-SMALL float total(float *parts) {
-    for (int i = 0; i < 8; i++) parts[i] += parts[i + 8];
-    for (int i = 0; i < 4; i++) parts[i] += parts[i + 4];
-    return (parts[0] + parts[2]) + (parts[1] + parts[3]);
-}
 
 typedef struct {
     const uint16_t *x, *weight; /* [rows][cols], [cols] */

@@ -23,7 +23,7 @@ LONGROPE = {
     "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.0, "long_mscale": 1.2,
 }  # fmt: skip
 LENGTHS = (3, 40, 17, 1)
-PACKED = ("qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
+PACKED = ("qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next")
 
 
 def model_of(family: str, folder: Path, **extra: Any) -> Any:
@@ -74,7 +74,7 @@ def plain_answers(model: Any, prompts: list[list[int]]) -> list[tuple[list[int],
 
 @pytest.mark.parametrize("family", PACKED)
 def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) -> None:
-    """Sliding windows and sinks (gpt_oss), latents (deepseek), grouped heads; logits differ by rounding alone."""
+    """Windows and sinks (gpt_oss), latents (deepseek), states (qwen3_next): logits differ by rounding alone."""
     model = model_of(family, tmp_path)
     wanted = plain_answers(model, prompts_of())
     engine = Engine(model, STEP)
@@ -88,8 +88,11 @@ def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("family", "extra", "why"),
     (
-        ("qwen3_next", {}, "linear_attention"),
-        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),  # has its own cache
+        (
+            "minimax",
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "states of their own",
+        ),  # has its own cache
         ("phimoe", {"rope_parameters": LONGROPE}, "longrope"),
     ),
 )
@@ -175,6 +178,7 @@ def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_pat
 
 def test_bytes_by_hand() -> None:
     assert CacheShape(10).bytes(100, 8) == 1000
+    assert [CacheShape(10, fixed=7).bytes(room, 8) for room in (0, 100)] == [0, 1007]
     assert CacheShape(10, ((4, 32),)).bytes(20, 8) == 280  # the window is not full yet
     assert CacheShape(10, ((4, 32),)).bytes(100, 8) == 1000 + 4 * (31 + 8)
 
@@ -185,6 +189,8 @@ def test_the_shape_is_read_from_what_was_measured(tmp_path: Path) -> None:
     parts = ((0, 64, 64 * 31), (0, 64, 64 * 31), (8, 0, None), (0, 64, None), (0, 64, None))
     engine._watch = SimpleNamespace(shape=KvShape(parts))  # type: ignore[assignment]
     assert engine._shape() == CacheShape(128, ((128, 32),))
+    engine._with_states = frozenset([1])
+    assert engine._shape() == CacheShape(128, ((128, 32),), fixed=8)
 
 
 def test_a_cache_is_gone_when_its_last_row_is(tmp_path: Path) -> None:

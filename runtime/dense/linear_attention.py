@@ -1,0 +1,309 @@
+"""Linear attention by the gated delta rule: one kernel call between a layer's projections, for tokens and for prompts.
+
+Such a module projects its input, convolves queries, keys and values, moves its state on by each token, normalises and
+gates the result, and multiplies it once more. transformers' own code does that by some thirty operations of torch, of
+which five copy the state. A module is known by the names that its code reads, and it is tried: if its results or the
+states that it leaves in a cache differ by more than rounding, it keeps its own code. The trial is of a prompt, of
+single tokens and of a few after it, of one sequence without a mask and of two, one of which begins with padding.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from transformers.cache_utils import Cache, DynamicCache
+
+from moepack.families.arguments import CACHE_NAMES
+from moepack.runtime.kernels.delta_native import DeltaRule, DeltaSizes, DeltaWeights, Lies
+from moepack.runtime.step.context import PackedCache
+
+from .borrowed import CLOSE
+from .by_row import by_row
+from .linears import FamilyModule, in_place_of, learns
+from .norms import epsilon_of
+from .values import Changed, ReadValues
+
+NUMBER = "layer_idx"  # KNOWN names let a module's code use it for nothing but to find its layer of the cache
+TOKENS = (5, 1, 3, 1)  # random tokens of a trial's passes, one after another
+# What the code of all these modules reads, and what some read. A name beyond these may be a step that the kernel lacks.
+ALL = """apply_mask_to_padding_states causal_conv1d_fn causal_conv1d_update conv1d conv_kernel_size get_conv_state
+    get_recurrent_state layer_idx update_conv_state update_recurrent_state"""
+SOME = """A_log F activation b_proj bias cat chunk_kimi_delta_attention contiguous dt_bias exp
+    fix_query_key_value_ordering float float32 forget_gate g_a_proj g_b_proj g_proj head_dim head_k_dim head_v_dim
+    in_proj_a in_proj_b in_proj_ba in_proj_qkv in_proj_qkvz in_proj_z is_recording_past k_proj key_dim norm o_norm
+    o_proj out_proj pop q_proj qkv_dim recurrent_kimi_delta_attention reshape shape sigmoid softplus split squeeze
+    to torch torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule transpose update v_proj value_dim
+    view weight"""
+NEEDED = frozenset(ALL.split())
+KNOWN = NEEDED.union(SOME.split())
+States = tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]  # first tokens, windows and states of sequences
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A module's rule, and the names of the modules that make what it reads."""
+
+    rule: DeltaRule
+    maps: tuple[str, ...]  # each of projections by its maps, one after another: "g_a_proj g_b_proj"
+    decays: str | None  # a module that computes decays' logarithms
+    last: str  # the last product
+    read: tuple[tuple[str, str], ...]  # modules and parameters whose values the rule has
+    addresses: tuple[int, ...]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether what the rule has of a module is as it was: at its address, frozen, without hooks."""
+        if _has_any_global_hook():
+            return False
+        for (owner, name), at in zip(self.read, self.addresses, strict=True):
+            m = module._modules[owner] if owner else module
+            weight = None if m is None else m._parameters.get(name)
+            if m is None or weight is None or weight.data_ptr() != at or learns(weight):
+                return False
+            if owner and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
+                return False
+        return True
+
+    def project(self, module: FamilyModule, x: Tensor) -> tuple[list[Tensor], Tensor | None]:
+        """Return a module's projections of x, and its decays' logarithms if it computes them by itself."""
+        made = []
+        for names in self.maps:
+            y = x
+            for name in names.split():
+                y = module._modules[name](y)
+            made.append(y)
+        return made, None if self.decays is None else module._modules[self.decays](x).float().contiguous()
+
+    def states(self, cache: Any, number: int, batch: int, tokens: int) -> States | None:
+        """Return a cache's states of layer `number`; None if the cache keeps them in another way."""
+        if not isinstance(cache, PackedCache):
+            held = self._held(cache, number, batch)
+            return None if held is None else (range(0, batch * tokens + 1, tokens), (held[0],), (held[1],))
+        first = [0]
+        windows = []
+        states = []
+        for span, row in cache.by_row():
+            held = self._held(row, number, 1)
+            if held is None:
+                return None
+            first.append(span.stop)
+            windows.append(held[0])
+            states.append(held[1])
+        return first, windows, states
+
+    def _held(self, cache: Any, number: int, batch: int) -> tuple[Tensor, Tensor] | None:
+        """Return a cache's windows and states of a layer, made if it has none yet; None if they are of another form."""
+        sizes = self.rule.sizes
+        window = torch.zeros((), dtype=torch.bfloat16).expand(batch, *sizes.window)
+        state = torch.zeros(()).expand(batch, *sizes.state)
+        if cache is None:
+            return window.contiguous(), state.contiguous()
+        if not isinstance(cache, Cache) or cache.is_recording_past(number) or cache.offloading:
+            return None
+        if cache.get_conv_state(number, state_idx=0) is None:
+            cache.update_conv_state(window, number, conv_kernel_size=sizes.width)
+            cache.update_recurrent_state(state, number)
+        windows = cache.get_conv_state(number, state_idx=0)
+        states = cache.get_recurrent_state(number, state_idx=0)
+        if windows is None or states is None or not (_alike(windows, window) and _alike(states, state)):
+            return None
+        return windows, states
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+def _alike(held: Tensor, like: Tensor) -> bool:
+    """Whether a cache's tensor is one that the kernel changes in place."""
+    return held.shape == like.shape and held.dtype == like.dtype and held.is_contiguous()
+
+
+def serve_linear_attention(model: nn.Module) -> dict[str, int]:
+    """Replace the modules of linear attention that the kernel reproduces; return how many were changed, by class."""
+    config: Any = model.config
+    tried: dict[Hashable, bool | None] = {}  # whether the gate is a sigmoid; None: results differ
+    values = ReadValues()
+    changed = Changed()
+    for module in model.modules():
+        kind: Any = type(module)
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+        cache = next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), None)
+        if code is None or "forward" in module.__dict__ or cache is None or not NEEDED <= {*code.co_names} <= KNOWN:
+            continue
+        key = values.of(module, without=NUMBER)
+        if key not in tried:
+            agree = (sigmoid for sigmoid in (False, True) if _agrees(module, _place(module, sigmoid), cache, config))
+            tried[key] = next(agree, None)
+        found = tried[key]
+        place = None if found is None else _place(module, found)
+        if changed.count(kind, place is not None):
+            module._moepack_linear = place  # type: ignore[assignment]
+            module.__class__ = _served(kind, cache)
+    return changed.done()
+
+
+def _place(module: FamilyModule, sigmoid: bool) -> _Place | None:
+    """Return what a module's rule reads; None for a module that the kernel does not fit."""
+    has = module._modules.keys()
+    try:
+        if "forget_gate" in has:
+            return _with_own_decays(module, sigmoid)
+        r = module.num_v_heads // module.num_k_heads
+        sizes = DeltaSizes(module.num_k_heads, r, module.head_k_dim, module.head_v_dim, module.conv_kernel_size)
+        k = sizes.k_dim
+        v = r * sizes.v_dim
+        if "in_proj_qkvz" in has:  # by heads of keys: its query, its key, its values, their gates
+            maps: tuple[str, ...] = ("in_proj_qkvz", "in_proj_ba")
+            each = 2 * (k + v)
+            places = [Lies(0, at, each) for at in (0, k, 2 * k, 2 * k + v)]
+            places += [Lies(1, 0, 2 * r), Lies(1, r, 2 * r)]
+        else:
+            maps = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+            keys = sizes.keys * k
+            places = [
+                Lies(0, 0, k),
+                Lies(0, keys, k),
+                Lies(0, 2 * keys, v),
+                Lies(1, 0, v),
+                Lies(2, 0, r),
+                Lies(3, 0, r),
+            ]
+        own = {"scale": module.A_log.detach().float().exp(), "bias": module.dt_bias.detach().float().clone()}
+        return _made(module, sizes, places, maps, ("norm", "out_proj", None), sigmoid, own)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _with_own_decays(module: FamilyModule, sigmoid: bool) -> _Place:
+    """Return the place of a module with one head of values for one of keys, which computes decays of a state's rows."""
+    dim = module.head_dim
+    sizes = DeltaSizes(module.num_heads, 1, dim, dim, module.conv_kernel_size)
+    gate = "g_proj" if "g_proj" in module._modules else "g_a_proj g_b_proj"
+    places = [*(Lies(i, 0, dim) for i in range(4)), Lies(4, 0, 1)]
+    maps = ("q_proj", "k_proj", "v_proj", gate, "b_proj")
+    return _made(module, sizes, places, maps, ("o_norm", "o_proj", "forget_gate"), sigmoid, {})
+
+
+def _made(
+    module: FamilyModule,
+    sizes: DeltaSizes,
+    places: Sequence[Lies],
+    maps: tuple[str, ...],
+    names: tuple[str, str, str | None],
+    sigmoid: bool,
+    own: Mapping[str, Tensor],
+) -> _Place:
+    norm, last, decays = names
+    inner = module._modules[norm]
+    epsilon = epsilon_of(inner)
+    filters = module.conv1d.weight.detach()
+    if epsilon is None or module.conv1d.bias is not None or filters.device.type != "cpu":
+        raise ValueError("the kernel does not fit")
+    weights = DeltaWeights(filters.flatten(1), inner.weight.detach(), epsilon, sigmoid, **own)
+    read = (("conv1d", "weight"), (norm, "weight"), *((("", "A_log"), ("", "dt_bias")) if own else ()))
+    at = tuple(getattr(getattr(module, owner) if owner else module, name).data_ptr() for owner, name in read)
+    for name in (*" ".join(maps).split(), last, *((decays,) if decays else ())):
+        module._modules[name]
+    return _Place(DeltaRule(sizes, places, weights), maps, decays, last, read, at)
+
+
+@functools.cache
+def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
+    """Make a subclass of `kind` that runs the kernel when its arguments allow it."""
+    plain = by_row(kind.forward)
+    older = {*CACHE_NAMES} - {cache_name}  # names of the cache that a decorator of `plain` may translate
+
+    @functools.wraps(kind.forward)
+    def forward(self: FamilyModule, *args: object, **kwargs: Any) -> object:
+        x = kwargs.get("hidden_states")
+        place: _Place | None = self._moepack_linear
+        if args or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
+            return plain(self, *args, **kwargs)
+        if not _fits(x) or not place.holds(self):
+            return plain(self, *args, **kwargs)
+        assert x is not None
+        mask = kwargs.get("attention_mask")
+        given = x if mask is None else (x * mask[:, :, None]).to(x.dtype)
+        projections, logs = place.project(self, given)
+        if any(p.dtype != torch.bfloat16 or learns(p) for p in projections):
+            return plain(self, *args, **kwargs)
+        batch, tokens, _ = x.shape
+        states = place.states(kwargs.get(cache_name), self.layer_idx, batch, tokens)
+        if states is None:
+            return plain(self, *args, **kwargs)
+        made = place.rule.run([p.contiguous() for p in projections], *states, logs)
+        return self._modules[place.last](made.view(batch, tokens, -1))
+
+    return in_place_of(kind, forward)
+
+
+def _fits(x: Tensor | None) -> bool:
+    """Whether the kernel takes a pass's input."""
+    return (
+        isinstance(x, Tensor)
+        and x.dtype == torch.bfloat16
+        and x.dim() == 3
+        and x.numel() > 0
+        and x.device.type == "cpu"
+        and not learns(x)
+    )
+
+
+def _agrees(module: FamilyModule, place: _Place | None, cache_name: str, config: Any) -> bool:
+    """Whether a module's own results, and the states that it keeps, are those of `place`."""
+    if place is None:
+        return False
+    kind: Any = type(module)
+    module._moepack_linear = place
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for batch in (1, 2):
+            x = torch.randn(batch, sum(TOKENS), module.hidden_size, generator=generator).bfloat16()
+            wanted, got = (
+                _passes(module, run, x, DynamicCache(config=config), cache_name)
+                for run in (kind.forward, _served(kind, cache_name).forward)
+            )
+            if not all(map(_near, wanted, got)):
+                return False
+    except Exception:  # of any kind, from a family's code
+        return False
+    finally:
+        del module._moepack_linear
+    return True
+
+
+def _passes(module: FamilyModule, run: Callable[..., Tensor], x: Tensor, cache: Cache, cache_name: str) -> list[Tensor]:
+    """Return what a module's passes make of `x`, and the states that the cache then holds.
+
+    The second sequence of two begins with a token of padding.
+    """
+    out = []
+    start = 0
+    for tokens in TOKENS:
+        mask = None
+        if len(x) > 1 and not start:
+            mask = torch.ones(len(x), tokens, dtype=torch.bool)
+            mask[1, 0] = False
+        given = {"hidden_states": x[:, start : start + tokens].contiguous(), "attention_mask": mask, cache_name: cache}
+        with torch.no_grad():
+            out.append(run(module, **given))
+        start += tokens
+    layer = cache.layers[module.layer_idx]
+    return [*out, layer.conv_states[0], layer.recurrent_states[0]]
+
+
+def _near(wanted: Tensor, got: Tensor) -> bool:
+    """Whether results agree but for rounding; where all are zero, as of weights of zeros, any code would agree.
+
+    The model's own code rounds to BF16 at every step, so some numbers of many differ by more than CLOSE.
+    """
+    apart = (wanted - got).float()
+    same = wanted.shape == got.shape and wanted.dtype == got.dtype
+    within = apart.norm() <= CLOSE * wanted.float().norm() and apart.abs().max() <= 4 * CLOSE * wanted.abs().max()
+    return same and bool(within) and bool(wanted.any())

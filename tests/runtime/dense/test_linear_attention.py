@@ -1,0 +1,195 @@
+"""Linear attention by the kernel in families' own models: errors of plain BF16, states in transformers' own cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import random_model
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.models.qwen3_next import modeling_qwen3_next as code
+
+from moepack.runtime.dense import linears
+from moepack.runtime.experts import backends
+
+if backends.backend(torch.device("cpu")) != "native":
+    pytest.skip("no compiled kernels", allow_module_level=True)
+from moepack.runtime.dense import linear_attention
+from moepack.runtime.dense.linear_attention import serve_linear_attention
+from moepack.runtime.kernels.delta_native import DeltaRule
+
+HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 40}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": HEADS,
+    "qwen3_5_moe_text": {**HEADS, "num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 48},
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 2, "linear_head_dim": 24,
+        "num_local_experts": 4, "moe_intermediate_size": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+IDS = torch.randint(1, 60, (2, 90), generator=torch.Generator().manual_seed(0))
+STEPS = (70, *(1,) * 12, 8)  # tokens of the passes: a prompt of more than a block, tokens, and a few after them
+
+
+def model_of(family: str, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> Any:
+    """A random model, whose layers forget at many rates, not yet served."""
+    model, _ = random_model(family, torch.float32, **{"hidden_size": 64, **FAMILIES[family], **extra})
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.copy_(torch.rand(parameter.shape, generator=draw) * 6 - 4)
+            elif name.endswith("dt_bias"):
+                parameter.copy_(torch.randn(parameter.shape, generator=draw))
+            elif "conv1d" in name:
+                parameter.mul_(2)
+    return model.bfloat16().to(dtype).requires_grad_(False).eval()
+
+
+def served(model: Any) -> Any:
+    experts = [SimpleNamespace(module=n) for n, _ in model.named_modules() if n.endswith(".experts")]
+    linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)  # type: ignore[arg-type]
+    model.changed = serve_linear_attention(model)
+    return model
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "conv1d")]
+
+
+def outputs(model: Any, steps: tuple[int, ...] = STEPS, mask: Tensor | None = None) -> tuple[Tensor, DynamicCache]:
+    """What the layers of linear attention make of the same random input, pass by pass, and the cache after it."""
+    cache = DynamicCache(config=model.config)
+    made = []
+    for layer in layers_of(model):
+        dtype = layer.conv1d.weight.dtype
+        x = torch.randn(2, sum(steps), layer.hidden_size, generator=torch.Generator().manual_seed(1)).to(dtype)
+        at = 0
+        for n in steps:
+            given = None if mask is None or at else mask[:, :n]
+            made.append(layer(hidden_states=x[:, at : at + n], cache=cache, attention_mask=given))
+            at += n
+    return torch.cat(made, 1), cache
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each call of the kernel."""
+    ran: list[int] = []
+    run: Callable[..., Tensor] = DeltaRule.run
+    monkeypatch.setattr(DeltaRule, "run", lambda *given: ran.append(given[2][-1]) or run(*given))
+    return ran
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_errors_are_at_most_those_of_plain_bf16(family: str, runs: list[int]) -> None:
+    """Against float32, of results and of states: of two sequences, one of which begins with padding."""
+    mask = torch.ones(2, STEPS[0], dtype=torch.bool)
+    mask[1, :3] = False
+    model = served(model_of(family))
+    layers = layers_of(model)
+    assert sum(model.changed.values()) == len(layers) > 0
+    runs.clear()
+    with torch.no_grad():
+        found = [outputs(m, mask=mask) for m in (model_of(family, torch.float32), model_of(family), model)]
+    assert runs == [2 * n for n in STEPS] * len(layers)
+    exact, plain, ours = (made.float() for made, _ in found)
+    assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
+    for exact_layer, plain_layer, layer in zip(*(cache.layers for _, cache in found), strict=True):
+        if hasattr(layer, "recurrent_states"):
+            right, other, state = (x.recurrent_states[0] for x in (exact_layer, plain_layer, layer))
+            assert state.dtype == torch.float32
+            assert (state - right).norm() < 1.2 * (other - right).norm()
+
+
+def test_tokens_one_by_one_are_those_of_transformers(runs: list[int]) -> None:
+    """Of whole models, logits in BF16, and in float32, where modules keep their own code."""
+    for dtype, most in ((torch.bfloat16, 1.2), (torch.float32, 1.0)):
+        models = (
+            model_of("qwen3_next", torch.float32),
+            model_of("qwen3_next", dtype),
+            served(model_of("qwen3_next", dtype)),
+        )
+        assert bool(models[2].changed) == (dtype == torch.bfloat16)
+        found = []
+        for model in models:
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                parts = IDS.split([70, *(1,) * 20], 1)
+                found.append(torch.cat([model(part, cache=cache).logits.float() for part in parts], 1))
+        exact, plain, ours = found
+        assert (ours - exact).norm() <= most * (plain - exact).norm() + 1e-5 * exact.norm()
+
+
+def test_caches_that_keep_more_are_left_to_the_model(runs: list[int]) -> None:
+    """As assisted generation does: a cache that records its past, so that tokens can be taken back."""
+    model = served(model_of("qwen3_next"))
+    layer = layers_of(model)[0]
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    x = torch.randn(1, 6, layer.hidden_size).bfloat16()
+    runs.clear()
+    with torch.no_grad():
+        layer(hidden_states=x, cache=cache)
+        assert not runs
+        whole = layer(hidden_states=x)  # without a cache
+        assert runs == [6]
+        cache = DynamicCache(config=model.config)
+        layer(hidden_states=x, cache=cache)
+        held = cache.layers[layer.layer_idx]
+        before = held.recurrent_states[0]
+        cache.reorder_cache(torch.tensor([0]))  # as beams do: the cache has other tensors after it
+        assert held.recurrent_states[0] is not before
+        layer(hidden_states=x[:, :1], cache=cache)
+        cache.reset()
+        assert torch.equal(layer(hidden_states=x, cache=cache), whole)
+
+
+def test_a_layer_with_hooks_or_adapters_runs_its_own_code(runs: list[int]) -> None:
+    model = served(model_of("qwen3_next"))
+    layer = layers_of(model)[0]
+    x = torch.randn(1, 3, layer.hidden_size).bfloat16()
+    runs.clear()
+    seen: list[int] = []
+    hook = layer.norm.register_forward_hook(lambda *_: seen.append(1))  # type: ignore[union-attr,operator]
+    with torch.no_grad():
+        layer(hidden_states=x)
+    hook.remove()
+    assert seen and not runs
+    layer.in_proj_ba = nn.Linear(layer.hidden_size, layer.in_proj_ba.out_features, bias=False).bfloat16()  # type: ignore
+    assert layer(hidden_states=x).requires_grad and not runs
+    with torch.no_grad():
+        layer.A_log.data = layer.A_log.data.clone()  # type: ignore[union-attr]
+        layer(hidden_states=x)
+    assert not runs
+
+
+class Louder(code.Qwen3NextGatedDeltaNet):
+    """Reads no name that the kernel does not know, and computes something else."""
+
+    def forward(self, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+        return super().forward(hidden_states=hidden_states, cache=cache, attention_mask=attention_mask, **kwargs) * 1.1
+
+
+def test_code_that_differs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: results a tenth too large, and a state whose decay is another."""
+    model = model_of("qwen3_next")
+    Louder.forward.__code__ = Louder.forward.__code__.replace(
+        co_names=(*Louder.forward.__code__.co_names, *linear_attention.NEEDED)
+    )
+    monkeypatch.setattr(linear_attention, "KNOWN", linear_attention.KNOWN | {"super", "forward"})
+    for layer in layers_of(model):
+        layer.__class__ = Louder
+    assert not serve_linear_attention(model)
+    for layer in layers_of(model):
+        layer.__class__ = code.Qwen3NextGatedDeltaNet
+    rule = code.torch_recurrent_gated_delta_rule
+    monkeypatch.setattr(code, "torch_recurrent_gated_delta_rule", lambda *a, g, **more: rule(*a, g=1.5 * g, **more))
+    assert not serve_linear_attention(model)
+    monkeypatch.undo()
+    assert serve_linear_attention(model) == {"Qwen3NextGatedDeltaNet": 3}

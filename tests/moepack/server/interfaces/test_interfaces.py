@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from server_fixtures import NAME, Running, post
 
-from moepack.server.http import guard
+from moepack.server.errors import ApiError
+from moepack.server.http import guard, parse
+from moepack.server.translated.messages import messages
+from moepack.server.translated.responses import responses
 
 SAID = [{"role": "user", "content": "Tell me a story"}]
 
@@ -184,6 +187,37 @@ def test_the_schema_is_what_is_taken(path: str, running: Running) -> None:
         assert ({"type": "null"} in one.get("anyOf", ())) is (field not in least and field != "model"), field
     assert schema["properties"]["model"] == {"enum": [NAME]}
     assert refusal(running, path, {**least, "beam_width": 4, "zoo": None}) == "beam_width"
+
+
+@pytest.mark.parametrize(
+    ("parsed", "given", "wrong"),
+    (
+        (parse.completion, {"prompt": "x"}, {"min_tokens": False, "best_of": True, "use_beam_search": 0}),
+        (parse.chat, {"messages": SAID}, {"best_of": True, "skip_special_tokens": 1, "echo": 0}),
+        (responses, {"input": "x"}, {"background": 0, "top_logprobs": False}),
+        (messages, {"messages": SAID, "max_tokens": 1}, {"tools": [{"name": "f", "defer_loading": 0}]}),
+    ),
+)
+def test_a_boolean_is_no_number(parsed: Any, given: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """Python takes false for 0 and true for 1: a field that is accepted at one value takes no other type's."""
+    for name, value in wrong.items():
+        with pytest.raises(ApiError, match=rf"^{name}\S*: must be"):
+            parsed({"model": "m", **given, name: value}, 10)
+
+
+@pytest.mark.parametrize(
+    ("parsed", "least", "name", "proposed"),
+    (
+        (parse.chat, {"messages": SAID}, "speed", None),  # a field of Messages, and no misspelt seed
+        (parse.chat, {"messages": SAID}, "speeed", "seed"),
+        (messages, {"messages": SAID, "max_tokens": 1}, "min_tokens", None),
+    ),
+)
+def test_a_field_of_another_interface(parsed: Any, least: dict[str, Any], name: str, proposed: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed({"model": "m", **least, name: 1}, 10)
+    assert f"{name}: is not supported" in str(caught.value), caught.value
+    assert str(caught.value).partition("did you mean ")[2] == (f"{proposed}?" if proposed else "")
 
 
 def test_request_ids(running: Running) -> None:

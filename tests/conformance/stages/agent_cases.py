@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from cases import MODEL, URL, case
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 os.environ |= {"OPENAI_API_KEY": "none", "ANTHROPIC_API_KEY": "none"}  # some clients look for one, whatever is given
 ASKED = "What is the weather in San Francisco?"
@@ -18,7 +18,9 @@ __all__ = ["ASKED", "MODEL", "SHORT", "SYSTEM", "URL", "V1", "Report", "each", "
 
 
 class Report(BaseModel):
-    """A form that a small model fills in few tokens."""
+    """A form that a small model fills in few tokens: without other fields, of which it would make some."""
+
+    model_config = ConfigDict(extra="forbid")
 
     city: Literal["San Francisco", "Rome"]
     days: int = Field(ge=1, le=14)

@@ -44,7 +44,9 @@ def stream(kind: Any) -> None:
 
 @each(**BOTH)
 def required_tool_and_its_result(kind: Any) -> None:
-    (reply,) = generator(kind, tools=[TOOL], asked={"tool_choice": "required"}).run(said(ASKED))["replies"]
+    (reply,) = generator(kind, tools=[TOOL], tools_strict=True, asked={"tool_choice": "required"}).run(said(ASKED))[
+        "replies"
+    ]
     call = reply.tool_call
     assert call.tool_name == "weather", reply
     result = ChatMessage.from_tool(TOOL.invoke(**call.arguments), origin=call)
@@ -65,7 +67,7 @@ def form_beside_a_strict_tool(kind: Any) -> None:
 
 @case
 def agent() -> None:
-    one = Agent(generator(OpenAIChatGenerator), tools=[TOOL], system_prompt=SYSTEM, max_agent_steps=3)
+    one = Agent(chat_generator=generator(OpenAIChatGenerator), tools=[TOOL], system_prompt=SYSTEM, max_agent_steps=3)
     assert one.run([ChatMessage.from_user(ASKED)])["messages"]
 
 

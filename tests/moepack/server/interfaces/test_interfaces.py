@@ -6,6 +6,7 @@ import json
 import re
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from server_fixtures import NAME, Running, post
 
 from moepack.server.errors import ApiError
 from moepack.server.http import guard, parse
-from moepack.server.translated.messages import messages
-from moepack.server.translated.responses import responses
+from moepack.server.http.models import Body
+from moepack.server.translated.messages import MessagesBody, messages
+from moepack.server.translated.responses import ResponsesBody, responses
 
 SAID = [{"role": "user", "content": "Tell me a story"}]
 
@@ -218,6 +220,13 @@ def test_a_field_of_another_interface(parsed: Any, least: dict[str, Any], name: 
         parsed({"model": "m", **least, name: 1}, 10)
     assert f"{name}: is not supported" in str(caught.value), caught.value
     assert str(caught.value).partition("did you mean ")[2] == (f"{proposed}?" if proposed else "")
+
+
+@pytest.mark.parametrize("kind", (parse.CompletionBody, parse.ChatBody, ResponsesBody, MessagesBody))
+def test_the_page_names_every_field(kind: type[Body]) -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs/server.md").read_text()
+    missing = [name for name in kind.model_fields if not re.search(rf"`{name}\b", page)]
+    assert not missing
 
 
 def test_request_ids(running: Running) -> None:

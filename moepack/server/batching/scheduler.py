@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moepack.pack.errors import NotFiniteError
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.errors import ApiError, failed, not_finite, stopping, prompt_too_long, too_long
+from moepack.server.errors import ApiError, failed, not_finite, prompt_too_long, stopping, too_long
 from moepack.server.options import UNLIMITED, Limits
 
 from .engine import CacheSlot, Engine, StepInput

@@ -87,7 +87,7 @@ def completions() -> None:
 @each(**PROVIDERS)
 def errors(to: dict[str, str]) -> None:
     raises(litellm.NotFoundError, lambda: asked({**to, "model": to["model"].replace(MODEL, "another")}), "another")
-    raises(litellm.BadRequestError, lambda: asked(to, extra_body={"temperatur": 1}), "temperatur")
+    raises(litellm.BadRequestError, lambda: asked(to, temperature=101), "temperature")
     raises(litellm.ContextWindowExceededError, lambda: asked(to, "word " * 70000))
 
 

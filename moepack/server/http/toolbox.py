@@ -33,17 +33,22 @@ def _of_object(given: Object) -> Object:
 
 
 def as_object(arguments: object) -> Object:
-    """Read a call's arguments, which clients send as JSON or as an object. Raises ApiError or ValueError."""
-    if isinstance(arguments, str):
-        raw = (arguments or "{}").encode(errors="replace")
-        check_values(raw)  # which were not counted inside a text of the body
-        try:
-            arguments = parse_json(raw)
-        except ApiError:
-            raise wrong("must be a JSON object") from None
-    if not isinstance(arguments, dict):
+    """Read a call's arguments, which clients send as JSON or as an object. Raises ApiError or ValueError.
+
+    A text that is no JSON object becomes the field `INVALID_JSON` of one: clients send back a call that `max_tokens`
+    cut, with its error, and the model has to see both.
+    """
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str):
         raise wrong("must be a JSON object")
-    return arguments
+    raw = (arguments or "{}").encode(errors="replace")
+    check_values(raw)  # which were not counted inside a text of the body
+    try:
+        parsed = parse_json(raw)
+    except ApiError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}
 
 
 Parameters = Annotated[Object, AfterValidator(_of_object)]

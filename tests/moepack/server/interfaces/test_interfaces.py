@@ -222,6 +222,18 @@ def test_a_field_of_another_interface(parsed: Any, least: dict[str, Any], name: 
     assert str(caught.value).partition("did you mean ")[2] == (f"{proposed}?" if proposed else "")
 
 
+@pytest.mark.parametrize("given", ('{"a": 1', "[1]", "null"))
+def test_a_call_that_was_cut_comes_back(given: str) -> None:
+    """Clients send it with their own error as its result; the model sees both."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+    said = [*SAID, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "cut"}]
+    item = {"type": "function_call", "name": "f", "call_id": "1", "arguments": given}
+    for asked in (parse.chat({"model": "m", "messages": said}, 10), responses({"model": "m", "input": [item]}, 10)):
+        assert asked.chat is not None
+        (found,) = (call for message in asked.chat.messages for call in message.get("tool_calls", ()))
+        assert found["function"]["arguments"] == {"INVALID_JSON": given}
+
+
 @pytest.mark.parametrize("kind", (parse.CompletionBody, parse.ChatBody, ResponsesBody, MessagesBody))
 def test_the_page_names_every_field(kind: type[Body]) -> None:
     page = (Path(__file__).resolve().parents[4] / "docs/server.md").read_text()

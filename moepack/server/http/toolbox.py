@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from moepack.server.errors import ApiError, bad
 from moepack.server.tools.parts import Tools
@@ -33,26 +34,34 @@ def _of_object(given: Object) -> Object:
 
 
 def as_object(arguments: object) -> Object:
-    """Read a call's arguments, which clients send as JSON or as an object. Raises ApiError or ValueError.
-
-    A text that is no JSON object becomes the field `INVALID_JSON` of one: clients send back a call that `max_tokens`
-    cut, with its error, and the model has to see both.
-    """
-    if isinstance(arguments, dict):
-        return arguments
-    if not isinstance(arguments, str):
+    """Read a call's arguments, which clients send as JSON or as an object. Raises ApiError or ValueError."""
+    if isinstance(arguments, str):
+        raw = (arguments or "{}").encode(errors="replace")
+        check_values(raw)  # which were not counted inside a text of the body
+        try:
+            arguments = parse_json(raw)
+        except ApiError:
+            raise wrong("must be a JSON object") from None
+    if not isinstance(arguments, dict):
         raise wrong("must be a JSON object")
-    raw = (arguments or "{}").encode(errors="replace")
-    check_values(raw)  # which were not counted inside a text of the body
+    return arguments
+
+
+def _earlier(arguments: object) -> Object:
+    """Read an earlier call's arguments. A text that is no JSON object becomes the field `INVALID_JSON` of one.
+
+    Clients send back a call that `max_tokens` cut, with its error, and the model has to see both.
+    """
     try:
-        parsed = parse_json(raw)
-    except ApiError:
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"INVALID_JSON": arguments}
+        return as_object(arguments)
+    except PydanticCustomError:
+        if isinstance(arguments, str):
+            return {"INVALID_JSON": arguments}
+        raise
 
 
 Parameters = Annotated[Object, AfterValidator(_of_object)]
-Arguments = Annotated[Object, BeforeValidator(as_object, json_schema_input_type=Text | Object)]
+Arguments = Annotated[Object, BeforeValidator(_earlier, json_schema_input_type=Text | Object)]
 
 
 class BaseFunction(Body):

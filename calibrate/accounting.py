@@ -148,7 +148,6 @@ def _routes(
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
-    """The order in which transformers takes weights: numbers by their value."""
     parts = ((part.isdecimal(), part) for part in key.split("."))
     return [(0, len(part.lstrip("0")), part) if number else (1, 0, part) for number, part in parts]
 
@@ -161,7 +160,6 @@ def _is_past_the_last(model: PreTrainedModel, target: str, key: str) -> bool:
 
 
 def _tie(checkpoint: Checkpoint, tied: Mapping[str, str], routes: dict[str, _Route], ledger: Ledger) -> None:
-    """Take tied parameters out of `routes`: their weights are copies, or stand for the parameter they are tied to."""
     for target, source in tied.items():
         route = routes.pop(target, None)
         if route is None:
@@ -269,7 +267,6 @@ def _another_shape(name: str, shape: tuple[int, ...], state: Mapping[str, Tensor
 def _leave_out(
     checkpoint: Checkpoint, model: PreTrainedModel, unplaced: Mapping[str, str], decoder_layers: int, ledger: Ledger
 ) -> None:
-    """Note the reason for which each weight without a place is left out. Raises InputError without a reason."""
     config = model.config.get_text_config().to_dict()
     used = {key for keys in ledger.targets.values() for key in keys}
     multi_token = set(mtp_layers(unplaced, used, decoder_layers, config))
@@ -287,7 +284,6 @@ def _leave_out(
 def _reasons(
     checkpoint: Checkpoint, key: str, target: str, multi_token: set[str], used: set[str], ignored: Iterable[str]
 ) -> Iterator[str]:
-    """The reasons for which a weight without a place may be left out."""
     if key in multi_token:
         yield MTP
     if (why := _rule(key, checkpoint.shape(key))) is not None:

@@ -161,8 +161,6 @@ class Checkpoint:
 
 
 class _Stored(NamedTuple):
-    """The bytes of a tensor in a file of this size and time."""
-
     path: Path
     begin: int
     end: int
@@ -305,7 +303,6 @@ def make_config(path: Path, document: Mapping[str, object]) -> PreTrainedConfig:
 
 
 def _model_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A transformers configuration without quantisation."""
     for owner in (config, config.get_text_config()):
         if hasattr(owner, "quantization_config"):
             del owner.quantization_config
@@ -397,6 +394,5 @@ def source_dtype(checkpoint: Checkpoint, weights: list[str]) -> str:
 
 
 def _several(checkpoint: Checkpoint, kinds: Mapping[str, str]) -> InputError:
-    """The error of a checkpoint whose experts are of several kinds; `kinds` has the first weight of each."""
     every = ", ".join(f"{kind} as {weight}" for kind, weight in sorted(kinds.items()))
     return InputError(f"{checkpoint.name}: expert weights are {every}: moepack keeps one encoding")

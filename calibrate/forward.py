@@ -128,8 +128,6 @@ class CalibrationPass:
         return recording
 
     def _run(self, batch: int, recording: Recording, at: Callable[[int, Tensor], object]) -> None:
-        """Run a batch through the model but its head, with `recording` and `at` in place of each layer."""
-
         def recorder(index: int) -> Callable[..., object]:
             def forward(hidden_states: Tensor, *args: object, **kwargs: object) -> object:
                 at(index, hidden_states)
@@ -155,12 +153,10 @@ class CalibrationPass:
                 self._own[step, batch] = own
 
     def _given(self, step: int, batch: int) -> Arguments:
-        """The recorded arguments of a step."""
         return {**self._arguments[step, len(self._batches[batch])], **self._own.get((step, batch), {})}
 
     @contextmanager
     def _in_place_of_layers(self, forward: Callable[[int], Callable[..., object]]) -> Iterator[None]:
-        """Call `forward(index)` in place of each decoder layer inside the context."""
         layers = list(self._stream.layers)
         kept = [layer.forward for layer in layers]
         for i, layer in enumerate(layers):
@@ -177,7 +173,6 @@ class CalibrationPass:
 
     @contextmanager
     def _own_code(self) -> Iterator[None]:
-        """Turn errors of the model's code into InputErrors."""
         try:
             yield
         except torch.OutOfMemoryError:
@@ -192,7 +187,6 @@ class CalibrationPass:
             raise InputError(what) from error
 
     def _keep(self, batch: int, hidden: Tensor) -> None:
-        """Keep a batch's activations for the next layer."""
         if not self.hidden:
             shape = self.windows, self.length, hidden.shape[-1]
             whole = empty(shape, hidden.dtype, self._hidden_in)
@@ -366,8 +360,6 @@ def _remedy(dtype: torch.dtype) -> str:
 
 
 class _Buffer:
-    """Collect the inputs, experts and gates of a layer over its batches."""
-
     def __init__(self, tokens: int, folder: Path | None) -> None:
         self._tokens = tokens
         self._folder = folder
@@ -375,7 +367,6 @@ class _Buffer:
         self._parts: tuple[Tensor, ...] = ()
 
     def take(self, inputs: Tensor, experts: Tensor, gates: Tensor) -> None:
-        """Append a copy of a call's tensors."""
         if not experts.shape[1]:
             raise InputError("a layer's router chooses no expert: see the config's number of experts per token")
         if not self._parts:
@@ -393,7 +384,6 @@ class _Buffer:
         self._filled = end
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The collected inputs, experts and gates."""
         inputs, experts, gates = self._parts
         return inputs[: self._filled], experts[: self._filled], gates[: self._filled]
 

@@ -104,7 +104,11 @@ def expert_tokens(
     held = _is_held_out(token, layer.block)
     aside = token // layer.block % ASIDE == ASIDE - 1
     rich = not starved and len(token) >= plenty and bool(aside.any())
-    unlearnt = held if starved else aside if rich else torch.zeros_like(held)
+    unlearnt = torch.zeros_like(held)
+    if starved:
+        unlearnt = held
+    elif rich:
+        unlearnt = aside
     candidates = torch.where(unlearnt)[0] if rich else torch.arange(len(token))
     chosen = _spaced(candidates, most)
     others = layer.compare[~torch.isin(layer.compare, token)]
@@ -123,12 +127,10 @@ def expert_tokens(
 
 
 def _is_held_out(tokens: Tensor, block: int) -> Tensor:
-    """Whether tokens are held out, bool."""
     return tokens // block % HELD_OUT == HELD_OUT - 1
 
 
 def _spaced(tokens: Tensor, most: int) -> Tensor:
-    """Pick at most `most` of the tokens, evenly spaced."""
     if len(tokens) <= most:
         return tokens
     return tokens[torch.linspace(0, len(tokens) - 1, most).long()]

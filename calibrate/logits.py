@@ -64,7 +64,6 @@ def divergences(
 
 
 def _at_head(stream: StreamedModel, walk: CalibrationPass, variants: int) -> list[float]:
-    """The mean divergence of each variant's logits from the exact run's."""
     stream.load(None)
     stream.to_compute(None, torch.float32)
     head = _head(stream)

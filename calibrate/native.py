@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.bits import Buffer
+from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.spec import BLOCK_ROWS, Matrix, Version
@@ -236,8 +238,47 @@ def as_released(weight: NativeWeight, expert: int | None, bias: Tensor | None) -
     return ReleasedMatrix(codes, scale, arrays["outer"][:, 0] if "outer" in arrays else None, raw)
 
 
-def expert_as_released(
-    native: Sequence[NativeWeight], weights: ExpertWeights, expert: int
-) -> list[AffineMatrix | ReleasedMatrix]:
-    """An expert's matrices with its biases. `native` has its codes alone; `expert` is its index in `weights`."""
-    return [as_released(n, 0, weights.bias(expert, m)) for m, n in enumerate(native)]
+def expert_extent(
+    version: Version,
+    weights: ExpertWeights,
+    expert: int,
+    native: Sequence[NativeWeight] = (),
+    threads: int | None = None,
+) -> tuple[Buffer, int]:
+    """Encode an expert in a lossless version, on `threads` threads or all cores: its extent, and the unpadded size.
+
+    `expert` is its index in `weights`. A released version takes its codes from `native`, the matrices of this expert
+    alone. Raises InputError for codes that the version cannot hold.
+    """
+    layer = weights.layer
+    biases = [weights.bias(expert, m) for m in range(len(layer.matrices))]
+    values: list[AffineMatrix | LosslessMatrix | ReleasedMatrix] = []
+    for m, bias in enumerate(biases):
+        if version.released:
+            values.append(as_released(native[m], 0, bias))
+        else:
+            values.append(LosslessMatrix(bits_of(weights.matrix(expert, m)), None if bias is None else bits_of(bias)))
+    try:
+        return version.encode(layer.matrices, values, threads)
+    except ValueError as error:
+        raise InputError(f"{version.name} cannot hold an expert of layer {layer.index}: {error}") from None
+
+
+def dense_extent(
+    version: Version,
+    matrix: Matrix,
+    weight: Tensor,
+    bias: Tensor | None,
+    native: NativeWeight | None = None,
+    threads: int | None = None,
+) -> tuple[Buffer, int]:
+    """Encode a dense matrix in a lossless version, as `expert_extent` does; weight and bias are rounded to BF16.
+
+    A released version takes the codes of `native` in place of the weight.
+    """
+    bias = None if bias is None else bias.bfloat16()
+    if version.released:
+        assert native is not None, f"{matrix.name} is not encoded"
+        return version.encode((matrix,), [as_released(native, None, bias)], threads)
+    value = LosslessMatrix(bits_of(weight.bfloat16()), None if bias is None else bits_of(bias))
+    return version.encode((matrix,), [value], threads)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
+from moepack.pack.errors import InputError, in_a_line
 from moepack.pack.manifest import DENSE, DENSE_INDEX
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry
 from moepack.pack.spec import Version
@@ -54,7 +54,6 @@ def open_outline(name: str | Path, revision: str | None = None) -> Outline | Non
 
 
 def _complete(path: Path) -> bool:
-    """Whether all files of weights are in a directory."""
     files = placed(path)
     return files is not None and all((path / file).exists() for file in files)
 
@@ -81,19 +80,12 @@ def _remote_headers(name: str, revision: str | None) -> dict[str, Header] | None
 
 
 def _from_config(path: Path, name: str) -> Outline:
-    """The outline of a directory with a config.json, and perhaps an index."""
-    import torch
-
-    from moepack.families.model_class import model_of
+    from moepack.families.model_class import meta_model
 
     document = read_config(path)
     native = announced_version(path, document)
     config = make_config(path, document)
-    try:
-        with torch.device("meta"):
-            model = model_of(config, dtype=torch.bfloat16)
-    except CODE_ERRORS as error:
-        raise InputError(f"{name}: transformers cannot build its model: {in_a_line(error)}") from error
+    model = meta_model(config, name)
     tied = set(model.all_tied_weights_keys)
     names = {torch_name: n for n, (_, torch_name, _) in DTYPES.items()}
     tensors = {}

@@ -77,7 +77,6 @@ def _is_grouped(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _are_alike(x: Tensor, y: Tensor) -> bool:
-    """Whether x @ y multiplies matrices one to one, without broadcasting."""
     return x.ndim == y.ndim >= 2 and x.shape[-1] == y.shape[-2] and x.shape[:-2] == y.shape[:-2]
 
 
@@ -116,7 +115,6 @@ def _grouped(x: Tensor, weight: Tensor, ends: Tensor, wide: bool) -> Tensor:
 
 
 def _matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply x [..., n, k] by y [..., k, m], leading axes alike."""
     if x.ndim == 2:
         return product(x, y.T)
     out = torch.empty(*x.shape[:-1], y.shape[-1], dtype=x.dtype)

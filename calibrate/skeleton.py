@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moepack.families.layouts import conversions_of
-from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
+from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 
 from .accounting import FLOATS, MTP, account
@@ -52,16 +52,11 @@ class Skeleton:
         self._materialise_buffers()
 
     def _make(self) -> None:
-        """Make the model without weights, and find the place of every tensor."""
-        from moepack.families.model_class import model_of
+        from moepack.families.model_class import check_top_k, meta_model
 
         name = self.checkpoint.name
         config = self.checkpoint.config
-        try:
-            with torch.device("meta"):
-                self.model = model_of(config, dtype=torch.bfloat16)
-        except CODE_ERRORS as error:
-            raise InputError(f"{name}: transformers cannot build its model: {in_a_line(error)}") from error
+        self.model = meta_model(config, name)
         self.model.eval()
         experts = {n: m for n, m in self.model.named_modules() if is_experts_module(m)}
         if not experts:
@@ -79,6 +74,7 @@ class Skeleton:
         self._experts = {int(n[len(self.prefix) + 1 :].split(".")[0]): n for n in experts}
         # By layer index, of layers with experts.
         self.expert_layers = {i: describe(i, n, experts[n]) for i, n in sorted(self._experts.items())}
+        check_top_k(config, max(layer.experts for layer in self.expert_layers.values()), f"{name}: its config.json")
         self._plan()
 
     def _plan(self) -> None:
@@ -114,7 +110,6 @@ class Skeleton:
                 self._bytes.setdefault(self.layer_of(name), {})[name] = size
 
     def _separate(self) -> list[str]:
-        """The weights that the model ties to others, and the checkpoint has with other bits."""
         ties = self.model.all_tied_weights_keys
         made = self.ledger.targets
         return [k for k, target in self.ledger.ties.items() if not self.checkpoint.same(k, made.get(ties[target], ()))]
@@ -204,7 +199,6 @@ class Skeleton:
         return kept + max(read, self._read_bytes(sizes))
 
     def _read_bytes(self, sizes: Mapping[str, int]) -> int:
-        """Upper bound of the bytes that reading these parameters at once takes."""
         merged = [size for name, size in sizes.items() if name in self._merged]
         return 2 * sum(sizes.values()) + sum(merged) // 2 + max(merged, default=0)
 
@@ -307,7 +301,6 @@ def _numbers(total: int, keys: tuple[str, ...]) -> dict[str, int] | None:
 
 
 def _why_none(model: torch.nn.Module) -> str:
-    """The reason why a model's experts cannot be packed."""
     for name, module in model.named_modules():
         kind = type(module).__name__
         if name.rpartition(".")[2] == "experts" or re.search("Experts$|Mo[eE]$", kind):

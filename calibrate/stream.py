@@ -61,7 +61,6 @@ class StreamedModel(Skeleton):
         return out
 
     def _read(self, parts: Parts) -> LoadStateDictInfo:
-        """Load weights of the checkpoint into the model; returns transformers' report."""
         with contextlib.ExitStack() as stack:
             reader = LazyWeights(self, stack)
             return self._convert(
@@ -239,7 +238,6 @@ class StreamedModel(Skeleton):
         return parts
 
     def _matrices(self, layer: int) -> tuple[str, ...]:
-        """The names of the parameters that hold a layer's experts."""
         prefix = self._experts[layer]
         return tuple(f"{prefix}.{weight}" for weight, _ in parameter_names(self.experts_module(layer)).values())
 

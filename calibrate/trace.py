@@ -58,8 +58,6 @@ class Unsupported(Exception):
 
 
 class _Value(Tensor):
-    """A layer's output, or what the model makes of it: right in shape and dtype, not in value."""
-
     recording: Recording
     node: int
     is_output: bool  # a layer's only output, which the model may try to unpack

@@ -150,8 +150,6 @@ def shown_loss(loss: float, error: float | None) -> str:
 
 
 class _File:
-    """An open file of tables."""
-
     def __init__(self, path: Path, file: BufferedReader, sha256: str | None = None) -> None:
         self._path = path
         self._file = file

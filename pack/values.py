@@ -44,7 +44,6 @@ class Expert:
             raise BundleError.single(self.where, "codec", str(error)) from None
 
     def _parts(self) -> Iterator[tuple[str, _Exact]]:
-        """Yield the name and value of each weight and bias, float32 or BF16 bits."""
         for i, (matrix, value) in enumerate(zip(self.matrices, Expert.decode(self), strict=True)):
             yield matrix.name, turned_back(self.version, i, self.version.at(i).dequantise(value))
             if value.bias is not None:

@@ -247,7 +247,6 @@ class BundleWriter:
         return manifest
 
     def _carry(self, name: str) -> None:
-        """Take a file of the existing bundle unchanged: a hard link where that works, a copy elsewhere."""
         path = self.path(name)
         path.unlink(missing_ok=True)
         try:

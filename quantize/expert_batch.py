@@ -176,7 +176,9 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         if some:
             fitted[m] = refit(settings.method, weight[some], [each[i] for i in some], reading, settings.zeros, m)
         means = [x.mean() for x in each]
-        stacked = None if not reading else torch.stack(means) if len(means) > 1 else means[0][None]
+        stacked = None
+        if reading:
+            stacked = torch.stack(means) if len(means) > 1 else means[0][None]
         moments[m].clear()
         del means, each
         made[m] = quantise_all(settings.method, weight, stacked, settings.versions, settings.zeros, m)

@@ -90,7 +90,6 @@ def _unit(moments: Tensor) -> Tensor:
 
 
 def _order(diagonal: Tensor, group_size: int) -> Tensor:
-    """The order of columns: by falling diagonal within each group."""
     cols = diagonal.shape[-1]
     padded = torch.nn.functional.pad(diagonal, (0, -cols % group_size), value=-torch.inf)
     place = padded.unflatten(-1, (-1, group_size)).argsort(dim=-1, descending=True, stable=True)

@@ -89,7 +89,6 @@ def working_bytes(rows: int, cols: int, widths: int) -> int:
 def _batch(
     weight: Tensor, moments: Tensor, versions: Sequence[Version], group_size: int, zeros: str
 ) -> list[Quantised]:
-    """Quantise a batch of experts at widths of one group size."""
     work = Work(weight, factor(moments, group_size), versions, group_size, zeros)
     work.feed_forward()
     for _ in range(SWEEPS):

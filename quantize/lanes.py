@@ -103,8 +103,6 @@ def search(block: Tensor, weight: Tensor, lanes: Lanes) -> tuple[Tensor, Tensor]
 
 
 class _Search:
-    """The search over some lanes of a group."""
-
     def __init__(self, block: Tensor, weight: Tensor, lanes: Lanes) -> None:
         self._block = block
         self._lanes = lanes
@@ -162,7 +160,6 @@ class _Search:
 
 
 def _better(old: tuple[Tensor, ...], new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Take the result with less error in each lane."""
     if not old:
         return new
     less = new[0] < old[0]

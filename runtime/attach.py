@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moepack.families.model_class import top_k
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
@@ -27,7 +28,7 @@ from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
-from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, rounding, top_k
+from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, rounding
 from moepack.runtime.planning.options import LoadOptions, Workload
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
 from moepack.runtime.planning.sizes import parse_size
@@ -127,12 +128,14 @@ def _replaced_on_gpu(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
 def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     """Let the compiled kernels run norms, routers and attention; return the number of modules of each class."""
     from moepack.runtime.dense.borrowed import serve_attention, serve_routers
+    from moepack.runtime.dense.latent import serve_latents
     from moepack.runtime.dense.norms import serve_norms
     from moepack.runtime.dense.projections import serve_projections
 
     norms = serve_norms(model)
     routers = serve_routers(model, [layer.module for layer in bundle.layers])
-    return norms | routers | serve_attention(model) | serve_projections(model)
+    attention = serve_attention(model) | serve_latents(model)
+    return norms | routers | attention | serve_projections(model)
 
 
 def _hand_over(

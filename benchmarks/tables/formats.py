@@ -33,7 +33,7 @@ def bits(version: str, group: int) -> float:
 def stored(version: str, group: int) -> str:
     """Bits a weight in a file where codes are entropy-coded, about: those of normally distributed weights."""
     from moepack.pack.spec import Version
-    from moepack.pipeline.dryrun.ahead import sample
+    from moepack.pipeline.dryrun.probes import sample
 
     own = Version.of(version, group)
     return f"about {sample(own, COLS)[0]:.2f}" if own.entropy_coded else "as many"

@@ -52,7 +52,6 @@ def _version(document: Document, found: Document) -> Version:
 
 
 def _compressed(weights: Document, form: str | None) -> Version:
-    """The version of a group of compressed-tensors' layers."""
     if form in _PACKED:
         return _of(_PACKED[form])
     if weights["type"] == "float":
@@ -67,7 +66,6 @@ def _integers(kind: object, group: int, symmetric: bool = False) -> Version:
 
 
 def _of(name: str, group: int = 0, symmetric: bool = False) -> Version:
-    """The version with this group size, or with the only one that it has."""
     sizes = encoding_of(name).group_sizes
     return Version.of(name, sizes[0] if len(sizes) == 1 else group, symmetric=symmetric)
 
@@ -81,6 +79,5 @@ def _fp8(block: Sequence[int] | None) -> Version:
 
 
 def _in_words(found: Document) -> str:
-    """The quantisation's method and the settings that tell formats apart, for messages."""
     keys = ("quant_method", "quant_algo", "format", "bits", "group_size", "weight_block_size")
     return ", ".join(f"{k} {found[k]}" for k in keys if k in found)

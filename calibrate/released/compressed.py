@@ -98,7 +98,6 @@ def _no_zeros(tensors: Tensors, module: str) -> None:
 
 
 def _columns(weights: Document) -> int:
-    """The columns of a scale of integers; 0 for a whole row."""
     if option(weights, "strategy", ("group", "channel", None)) == "channel":
         return 0
     return group_size(weights)

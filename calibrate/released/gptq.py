@@ -70,7 +70,6 @@ def _modules(tensors: Tensors) -> Iterator[tuple[str, StoredPart]]:
 def _beside(
     tensors: Tensors, module: str, codes: StoredPart, shape: Shape, group: int, bits: int
 ) -> tuple[StoredPart, StoredPart]:
-    """The scales and zero points of a weight of this shape."""
     rows, cols = shape
     groups = -(-cols // group) if group else 1
     scale = need(tensors, f"{module}.scales", tuple(SCALES), [(groups, rows)], codes)

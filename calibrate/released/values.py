@@ -50,7 +50,10 @@ def decode(
     scales = widen(version, scale).reshape(len(flat), -1)
     step = max(1, _AT_ONCE // max(1, cols))
     own = None if outer is None else outer.reshape(-1, 1)
-    zero = None if zeros is None else zeros.reshape(len(flat), -1).to(torch.float32) / (16 if "int4" in version else 1)
+    zero = None
+    if zeros is not None:
+        unit = 16 if "int4" in version else 1
+        zero = zeros.reshape(len(flat), -1).to(torch.float32) / unit
     table = torch.tensor(E2M1)
     for start in range(0, len(flat), step):
         part = slice(start, start + step)

@@ -151,7 +151,6 @@ def _json_rows(path: Path) -> Iterator[object]:
 
 
 def _table(source: str) -> tuple[Iterable[object], str]:
-    """The streamed rows of a .parquet or data set, and the column to read."""
     try:
         import datasets
     except ImportError:

@@ -93,7 +93,6 @@ class Encoder:
 
 
 def _called(chat: Conversation) -> Iterator[str]:
-    """The names of functions that a chat calls."""
     for message in chat.messages:
         calls = message.get("tool_calls")
         for call in calls if isinstance(calls, list) else ():

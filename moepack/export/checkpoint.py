@@ -150,7 +150,6 @@ def _plain(file: str) -> str:
 
 
 def _header(tensors: JsonObject) -> Header:
-    """A header without places, from names, dtypes and shapes."""
     out = {}
     for name, (dtype, shape) in tensors.items():
         known = (
@@ -186,7 +185,6 @@ def _write(
     served: frozenset[str],
     reporter: Reporter,
 ) -> None:
-    """Write every tensor that the bundle holds: dense ones, those kept as they were, experts'."""
     from safetensors import safe_open
 
     reporter.step("outside the experts")
@@ -240,7 +238,6 @@ def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) 
 
 
 def _expert_parameters(stream: StreamedModel, layer: int) -> list[str]:
-    """The names of a layer's expert parameters: each matrix, then its bias if it has one."""
     from moepack.calibrate.experts import parameter_names
 
     prefix = stream.expert_layers[layer].module
@@ -249,7 +246,6 @@ def _expert_parameters(stream: StreamedModel, layer: int) -> list[str]:
 
 
 def _dense_matrix(bundle: Bundle, stream: StreamedModel, module: str) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a dense matrix that has versions."""
     exact = lossless(bundle.dense_versions)
     assert exact is not None, "_held refuses this"
     values = bundle.dense_matrix(exact.name, module)

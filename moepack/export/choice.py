@@ -106,7 +106,6 @@ def _shard(size: str | None) -> int:
 
 
 def _dense(bundle: Bundle, name: str | None) -> tuple[Version, ...]:
-    """The version of each dense matrix."""
     here = {v.name: v for v in bundle.dense_versions}
     if not bundle.manifest.dense:
         if name is not None:
@@ -162,7 +161,6 @@ def _losses(bundle: Bundle, versions: Sequence[Version]) -> list[list[list[float
 
 
 def _layer_losses(experts: Sequence[Sequence[float]]) -> list[float]:
-    """The expected loss of a layer at each version: that of all its experts."""
     return [sum(column) for column in zip(*experts, strict=True)]
 
 

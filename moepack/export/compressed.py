@@ -103,7 +103,6 @@ def matrices_of(bundle: Bundle, dense: bool) -> list[tuple[str, Matrix]]:
 
 
 def _unequal_groups(bundle: Bundle, version: Version, dense: bool) -> str | None:
-    """Names a matrix whose columns are not whole groups of a version."""
     for where, m in matrices_of(bundle, dense):
         if m.cols % version.group_size:
             return f"{where} has {m.cols} columns, not whole groups of {version.group_size}"
@@ -111,7 +110,6 @@ def _unequal_groups(bundle: Bundle, version: Version, dense: bool) -> str | None
 
 
 def _experts_of(job: ExportJob, positions: list[int]) -> list[str]:
-    """Expressions for the experts of these layers."""
     numbers: dict[str, list[int]] = {}
     for position in positions:
         index = job.bundle.layers[position].index

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moepack.calibrate.experts import parameter_names
 from moepack.families.layouts import conversions_of
-from moepack.families.model_class import model_of
+from moepack.families.model_class import meta_model
 from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
 from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import DenseMatrix
@@ -66,11 +66,7 @@ class Layout:
         self._bundle = bundle
         self.config = AutoConfig.from_pretrained(bundle.path)
         del self.config.quantization_config
-        try:
-            with torch.device("meta"):
-                self.model = model_of(self.config, dtype=torch.bfloat16)
-        except CODE_ERRORS as error:
-            raise InputError(f"{bundle.path}: transformers cannot build its model: {in_a_line(error)}") from error
+        self.model = meta_model(self.config, bundle.path)
         if conversions_of(self.model):
             raise self._bad("its experts are kept in a form that only moepack loads")
 

@@ -70,7 +70,6 @@ class SafetensorsTarget(Target):
         return [(d, v) for d, v in job.dense_pairs() if self.codes(v)]
 
     def _other(self, job: ExportJob) -> Entries:
-        """The tensors outside the experts."""
         coded = self._coded(job)
         out = Entries()
         for names in job.layout.groups([d for d, _ in coded]):

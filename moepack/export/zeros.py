@@ -1,4 +1,4 @@
-"""What the zero points of a version are, for formats that have whole ones or none, and what rounding them costs."""
+"""What the zero points of a version are, for formats that have whole ones or none."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from moepack.pack.codec.affine import AffineMatrix, section_array
-from moepack.pack.codec.bits import Buffer, bf16_to_float32, from_blocks
+from moepack.pack.codec.affine import section_array
+from moepack.pack.codec.bits import Buffer, from_blocks
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Matrix, Version
 
@@ -62,38 +62,11 @@ def extents(bundle: Bundle, version: Version, dense: bool) -> Iterator[tuple[Seq
 
 
 def not_whole(bundle: Bundle, version: Version, dense: bool) -> str | None:
-    """Return why some zero points of an affine version are not integers, and the error of rounding; None if all are."""
+    """Return why some zero points of an affine version are not integers; None if all are."""
     found = zero_points(bundle, version, dense)
     if not found.fractional:
         return None
     return (
-        f"{found.fractional:,} of its {found.total:,} zero points are not whole codes; to round them would add "
-        f"{_cost(bundle, version, dense):.2%} squared error to the weights. Quantise with zeros: integer or "
+        f"{found.fractional:,} of its {found.total:,} zero points are not whole codes: quantise with zeros: integer or "
         "zeros: symmetric in the recipe of a new build, or take --to checkpoint"
     )
-
-
-def _cost(bundle: Bundle, version: Version, dense: bool) -> float:
-    """The squared error, relative to the weights', of rounding zero points and then codes, in the first 8 extents."""
-    added = power = 0.0
-    for (matrices, extent), _ in zip(extents(bundle, version, dense), range(8), strict=False):
-        for value in version.decode(matrices, extent):
-            one, two = _errors(value, version)
-            added = added + one
-            power = power + two
-    return added / power if power else 0.0
-
-
-def _errors(value: AffineMatrix, version: Version) -> tuple[float, float]:
-    assert value.zero is not None
-    top = (1 << version.bits) - 1
-    cols = value.codes.shape[1]
-    group = np.arange(cols) // version.group_size
-    zero = value.zero.astype(np.float32) * np.float32(2.0 ** (version.bits - 8))
-    whole = np.clip(np.round(zero), 0, top)
-    exact = value.codes - zero[:, group]
-    rounded = np.clip(np.round(exact + whole[:, group]), 0, top) - whole[:, group]
-    half = version.scale_dtype == "F16"
-    scale = value.scale.view(np.float16).astype(np.float32) if half else bf16_to_float32(value.scale)
-    wide = scale[:, group]
-    return float(np.square((rounded - exact) * wide).sum()), float(np.square(exact * wide).sum())

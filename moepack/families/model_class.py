@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from moepack.pack.errors import CODE_ERRORS, InputError, in_a_line
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 # Auto classes: the one whose class the checkpoint's `architectures` names is chosen, else the first with a class.
 _AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")  # families' names for it
 
 
 def auto_class(config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
@@ -52,6 +55,19 @@ def decoder_layers(config: PreTrainedConfig) -> Any:
     return getattr(text, "num_layers" if made else "num_hidden_layers", None)
 
 
+def top_k(config: PreTrainedConfig) -> int:
+    """Return the number of experts to which a layer sends a token, from a config."""
+    named = (getattr(config.get_text_config(), name, None) for name in _TOP_K)
+    return next((k for k in named if k and isinstance(k, int)), 8)
+
+
+def check_top_k(config: PreTrainedConfig, most: int, where: str) -> None:
+    """Raise InputError unless a config sends a token to between 1 and `most` experts, those of a layer."""
+    for name in _TOP_K[:2]:
+        if (k := getattr(config.get_text_config(), name, None)) is not None and not (type(k) is int and 1 <= k <= most):
+            raise InputError(f"{where} has {name} {str(k)[:40]!r}, its layers have {most} experts")
+
+
 def model_of(config: PreTrainedConfig, **options: object) -> Any:
     """Make a configuration's model by `from_config` with these options, with its experts named as in a bundle.
 
@@ -64,3 +80,18 @@ def model_of(config: PreTrainedConfig, **options: object) -> Any:
     model = auto_class(config).from_config(config, **options)
     adapt(model)
     return model
+
+
+def meta_model(config: PreTrainedConfig, where: object) -> Any:
+    """Make a configuration's model in BF16 without weights, on the device meta.
+
+    Raises:
+        InputError: where transformers cannot; it names `where`.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            return model_of(config, dtype=torch.bfloat16)
+    except CODE_ERRORS as error:
+        raise InputError(f"{where}: transformers cannot build its model: {in_a_line(error)}") from error

@@ -98,7 +98,6 @@ def pull(
 
 
 def _dense(remote: Remote, target: Path | None, wanted: Sequence[str]) -> tuple[str, ...]:
-    """The versions of the dense matrices to fetch: `wanted`, or the most precise unless the target has one."""
     manifest = remote.manifest
     here = ", ".join(remote.dense)
     for name in wanted:
@@ -174,7 +173,6 @@ def _check_room(staging: Staging, missing: Mapping[str, int]) -> None:
 
 
 def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], reporter: Reporter) -> None:
-    """Download files. If the repository lacks one or has it in another size, raise BundleError and download none."""
     problems = []
     for name, size in sizes.items():
         if (found := remote.sizes.get(name)) != size:
@@ -220,8 +218,6 @@ def _fetcher(api: HfApi, remote: Remote, staging: Staging) -> Fetch:
 
 
 def _fitting(fit: LoadOptions, reporter: Reporter) -> Chooser:
-    """Chooses what a plan for the budget serves, by the loss tables and the configuration."""
-
     def chosen(remote: Remote, fetch: Fetch) -> Sequence[str]:
         names = ["config.json", TABLES]
         for name in names:

@@ -123,7 +123,6 @@ def _chooser(form: Target, wanted: Wanted, program: str, reporter: Reporter, fou
 
 
 def _candidates(remote: Remote, form: Target, wanted: Wanted, program: str) -> Sequence[Version]:
-    """The versions that may be exported, by the manifest alone."""
     manifest = remote.manifest
     here = remote.versions
     at = Path(f"{remote.repo} on the Hub")  # begins errors; no file of it is here

@@ -84,8 +84,6 @@ def push(
 
 @dataclass(frozen=True, slots=True)
 class _There:
-    """The contents of a repository before a push."""
-
     repo: str
     revision: str | None  # the branch
     commit: str  # the head of the branch
@@ -120,7 +118,6 @@ def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There
 
 
 def _origin(manifest: Manifest) -> tuple[str, object]:
-    """The name of a bundle's checkpoint, and the digests of the checkpoint's files."""
     given = manifest.provenance.get("checkpoint")
     checkpoint = given if isinstance(given, Mapping) else {}
     name = checkpoint.get("name") or manifest.model.get("model_type")
@@ -175,7 +172,6 @@ def _push(
 
 
 def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Group files in order, up to FILES files or BYTES bytes each."""
     group: list[str] = []
     for name, size in sizes.items():
         if group and (len(group) == FILES or sum(sizes[n] for n in group) + size > BYTES):
@@ -189,7 +185,6 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def _card(
     bundle: Bundle, repo: str, base_model: str | None, kl: Mapping[str, MeasuredKl], reporter: Reporter
 ) -> dict[str, bytes]:
-    """Make the model card, and its picture if matplotlib is installed, as file name -> bytes."""
     out: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:

@@ -113,7 +113,6 @@ def add(
 
 
 def _missing_stage(recipe: Recipe, missing: Mapping[str, Versions]) -> tuple[str, Recipe]:
-    """The name of the stage that makes missing versions, and its recipe."""
     prefix = {"versions": "", "dense": "dense-"}
     groups = [f"{prefix[kind]}{v.name}.{v.group_size}" for kind, some in missing.items() for v in some]
     names, dense_names = (tuple(v.name for v in some) for some in missing.values())
@@ -146,7 +145,6 @@ def _check_checkpoint(
 
 
 def _opened(target: Path) -> Bundle | None:
-    """Open the bundle to replace; return None if `target` is new or empty."""
     if not (target / MANIFEST).is_file():
         check_target(target)
         return None
@@ -270,7 +268,6 @@ def _check_recipe(directory: WorkDirectory, target: Path, asked: Mapping[str, ob
 
 
 def _check_same(directory: WorkDirectory, old: Bundle, stages: Mapping[str, Stages]) -> None:
-    """Raise InputError if digests show that the work directory's layer files differ from the bundle's."""
     manifest = old.manifest
     found = [
         (expert_file(v.name, layer.index), v.name, directory.done(stage, layer.index) or {})

@@ -246,7 +246,6 @@ def _logits(
     chosen: Chosen,
     reporter: Reporter,
 ) -> dict[int, Path]:
-    """The files of the layers' tables `logits`, where the allocation weighs losses by them."""
     how = chosen.recipe.allocation
     if how is None or how.weight != "logits":
         return {}
@@ -277,7 +276,6 @@ def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> P
 
 
 def _config(checkpoint: Path, separate: bool, writer: BundleWriter) -> None:
-    """Write the checkpoint's configuration; `separate`: its output projection is not tied, whatever it says."""
     from moepack.calibrate.checkpoint import companions, untied
 
     config = json.loads((checkpoint / "config.json").read_text())
@@ -334,7 +332,6 @@ def _allocation(
 
 
 def _extents(path: Path, layer: Layer) -> list[float]:
-    """Bytes of each extent in a layer's file, padding included."""
     tensors = read_header(path).tensors
     found = (tensors[layer.extent_name(e)] for e in range(layer.extents))
     return [float(t.end - t.begin) for t in found]

@@ -163,5 +163,4 @@ def workers(device: torch.device, need: int) -> int:
 
 
 def _size(size: int, up: bool = False) -> str:
-    """Write a number of bytes as whole MiB."""
     return f"{-(-size // MIB) if up else size // MIB:,}MiB".replace(",", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moepack.families.model_class import top_k
 from moepack.families.passed import between_layers
 from moepack.shared.memory import resident_memory
 
@@ -101,7 +102,6 @@ _Tasks = tuple[tuple[int, int], ...]  # for each part: the most tasks that run a
 def _tasks(
     stream: StreamedModel, recipe: Recipe, dense: Dense, on_disk: dict[int | None, int], bounded: bool
 ) -> tuple[int, _Tasks, _Tasks]:
-    """The fields `mapped`, `batches` and `row_shards` of `BuildNeeds`."""
     import torch
 
     from moepack.quantize.batch_memory import batch_memory
@@ -126,12 +126,6 @@ def _tasks(
         size = max(t.memory + more for t, more in zip(tasks, rounded, strict=True))
         row_shards.append(at_once(len(tasks), size))
     return mapped, tuple(batches), tuple(row_shards)
-
-
-def top_k(config: object) -> int:
-    """Experts of a token, by the names that families have for it."""
-    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k")
-    return max([int(v) for v in (getattr(config, n, None) for n in names) if isinstance(v, int)], default=8)
 
 
 def _window(stream: StreamedModel, index: int, length: int, dtype: torch.dtype) -> int:

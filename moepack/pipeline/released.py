@@ -34,7 +34,6 @@ class Holding:
 
     served: frozenset[str]  # those that what is served gives back, byte for byte
     carried: tuple[str, ...]  # those that are kept as they are, for an export alone
-    dropped: tuple[str, ...]  # those of layers for multi-token prediction, where the recipe drops them
 
     @staticmethod
     def of(stream: StreamedModel, dense: Mapping[str, Version], mtp: bool) -> Holding:
@@ -53,8 +52,8 @@ class Holding:
                 served.update(n for key in stream.weights_of(name) for n in checkpoint.encoded[key].stored)
         if mtp:
             served.update(name for name in stream.mtp if name not in checkpoint.encoded)
-        dropped = () if mtp else tuple(sorted(n for w in stream.mtp for n in _stored(stream, w)))
-        return Holding(frozenset(served), tuple(sorted(set(checkpoint.file_of) - served - set(dropped))), dropped)
+        dropped = set() if mtp else {n for w in stream.mtp for n in _stored(stream, w)}
+        return Holding(frozenset(served), tuple(sorted(set(checkpoint.file_of) - served - dropped)))
 
 
 def held(stream: StreamedModel, exact: Version | None, dense: Mapping[str, Version], mtp: bool) -> Holding:
@@ -143,7 +142,6 @@ def announce(stream: StreamedModel, recipe: Recipe, dense: Iterable[DenseMatrix]
 
 
 def _stored(stream: StreamedModel, weight: str) -> tuple[str, ...]:
-    """The tensors that hold a weight of the checkpoint."""
     encoded = stream.checkpoint.encoded.get(weight)
     return (weight,) if encoded is None else encoded.names
 

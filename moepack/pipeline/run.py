@@ -356,7 +356,6 @@ class LayerWalk:
 def _open_pass(
     directory: WorkDirectory, stream: StreamedModel, ids: torch.Tensor, plan: MemoryPlan, dtype: torch.dtype
 ) -> CalibrationPass:
-    """Open a calibration pass as the memory plan says. What does not stay in memory goes to the work directory."""
     from moepack.calibrate.forward import CalibrationPass
 
     hidden_in, seen_in = (directory.path if it else None for it in (plan.hidden_on_disk, plan.seen_on_disk))

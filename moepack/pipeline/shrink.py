@@ -156,7 +156,6 @@ def _check(bundle: Bundle, names: set[str], reporter: Reporter) -> None:
 def _history(
     bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, chosen: Sequence[str], dense: Sequence[str]
 ) -> list[object]:
-    """The manifest's notes on earlier shrinking, and a new note."""
     earlier = bundle.manifest.provenance.get("shrunk")
     digest = hashlib.sha256((bundle.path / MANIFEST).read_bytes()).hexdigest()
     why = "allocation"

@@ -133,7 +133,6 @@ def start(
 def _record(
     stream: StreamedModel, recipe: Recipe, sources: Sequence[str], windows: Windows, keeps_mtp: bool
 ) -> RunRecord:
-    """Make the record of the run, which later stages read."""
     from moepack.calibrate.dense import native_dense
 
     opened = stream.checkpoint
@@ -203,7 +202,6 @@ def resume(
 
 
 def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Reporter) -> dict[str, str]:
-    """Return the digests of a checkpoint's files, and keep them in the work directory."""
     from moepack.calibrate.identity import identity
 
     reporter.stage("read the checkpoint", 1)

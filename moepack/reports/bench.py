@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError
@@ -24,6 +24,11 @@ from moepack.shared.progress import Reporter, size
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
+    from torch.nn import Embedding
+    from transformers import Cache
+
+    from moepack.runtime.served_model import ServedModel
 
 CHUNK = 512  # the most tokens of a prompt that one pass reads in a budget, as in `moepack generate`
 
@@ -117,7 +122,6 @@ def bench(
 def _case(
     source: Source, limit: str | None, options: LoadOptions, lengths: Lengths, reporter: Reporter
 ) -> Iterator[Row]:
-    """Yield the rows of one policy in one limit."""
     tests: list[tuple[int, Literal["prompt", "decode"], int]] = []
     for clients in lengths.clients:
         tests += [(clients, "prompt", tokens) for tokens in lengths.prompts]
@@ -156,18 +160,17 @@ def _case(
     gc.collect()  # before the next is loaded
 
 
-def _prompt(model: Any, clients: int, tokens: int, seed: int) -> Any:
-    """Return random token ids on the model's device, [clients, tokens]."""
+def _prompt(model: ServedModel, clients: int, tokens: int, seed: int) -> Tensor:
     import torch
 
-    vocabulary = model.get_input_embeddings().num_embeddings
+    vocabulary = cast("Embedding", model.get_input_embeddings()).num_embeddings
     ids = torch.randint(0, vocabulary, (clients, tokens), generator=torch.Generator().manual_seed(seed))
     return ids.to(model.device)
 
 
-def _read(model: Any, ids: Any, chunk: int) -> tuple[float, Any, Any]:
+def _read(model: ServedModel, ids: Tensor, chunk: int) -> tuple[float, Tensor, Cache | None]:
     """Read prompts; return the seconds, the last tokens' logits and the cache."""
-    last: dict[str, Any] = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+    last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
     _settle(model)
     began = time.perf_counter()
     cache = None
@@ -178,8 +181,7 @@ def _read(model: Any, ids: Any, chunk: int) -> tuple[float, Any, Any]:
     return time.perf_counter() - began, out.logits[:, -1:], cache
 
 
-def _decode(model: Any, ids: Any, tokens: int, chunk: int) -> float:
-    """Return the seconds of decoding so many tokens behind prompts."""
+def _decode(model: ServedModel, ids: Tensor, tokens: int, chunk: int) -> float:
     _, logits, cache = _read(model, ids, chunk)
     began = time.perf_counter()
     for _ in range(tokens):
@@ -190,7 +192,7 @@ def _decode(model: Any, ids: Any, tokens: int, chunk: int) -> float:
     return time.perf_counter() - began
 
 
-def _settle(model: Any) -> None:
+def _settle(model: ServedModel) -> None:
     """Wait until a GPU has computed what it was given."""
     if model.device.type == "cuda":
         import torch

@@ -171,7 +171,6 @@ def host_memory() -> JsonObject:
 
 
 def _codec() -> JsonObject:
-    """Report the exponent codec's engine, and measure its rates on all cores, in bytes of BF16 a second."""
     import numpy as np
 
     from moepack.pack.codec import exponent_fast

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -157,7 +157,6 @@ def evaluate(
 
 
 def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace: Path | None) -> Source:
-    """Find the model, and check that the model, the texts and the trace's file are usable."""
     from moepack.calibrate.text.documents import check_source
 
     source = locate(path)
@@ -170,48 +169,6 @@ def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace:
         if trace.is_dir() or not os.access(trace if trace.exists() else trace.parent, os.W_OK):
             raise InputError(f"{trace}: a trace cannot be written there: name a file in an existing folder")
     return source
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """How far a policy's distribution is from the lossless version's, by cluster of text: by document or by window."""
-
-    counts: tuple[float, ...]  # tokens of each cluster
-    sums: tuple[float, ...]  # the KL divergence summed over a cluster's tokens, nats
-
-
-def divergences(
-    path: str | Path,
-    data: Sequence[str],
-    policies: Sequence[str | LoadOptions],
-    dtype: str = "float32",
-    length: int = 512,
-    samples: int = 256,
-    reporter: Reporter | None = None,
-) -> list[Divergence]:
-    """Measure the divergence of several policies from the bundle's lossless version, on the same clusters of text.
-
-    The results can be compared in pairs. Each policy is served on the CPU, without a budget, 16 windows at a time, or
-    as its own `LoadOptions` say, `batch` windows at a time. Other arguments are those of `evaluate`.
-    """
-    reporter = reporter or Reporter()
-    source = locate(path)
-    options = LoadOptions(dtype=dtype, batch=16)
-    pools = text_windows(source, data, _window(source.path, length), samples)
-    out = []
-    with tempfile.TemporaryDirectory(prefix="moepack-") as folder:
-        reference = _Reference(folder)
-        _compare_with(reference, source, options, pools, 16, reporter)
-        for policy in policies:
-            served = replace(options, policy=policy) if isinstance(policy, str) else policy
-            check(source, served)
-            model = load_shown(source, served, reporter)
-            reporter.stage("evaluate", len(data))
-            batch = served.workload.batch
-            with model.moepack:
-                scored = [_score(model, name, pool, batch, _LOGITS, reference, reporter) for name, pool in pools]
-            out.append(Divergence(tuple(n for s in scored for n in s.counts), tuple(x for s in scored for x in s.kl)))
-    return out
 
 
 def _compare_with(
@@ -242,7 +199,6 @@ def _compare_with(
 
 
 def _window(source: str | Path, length: int) -> int:
-    """Return `length`, or the model's longest context if that is shorter."""
     from transformers import AutoConfig
 
     most = None
@@ -286,7 +242,6 @@ class _Reference:
         self._head: nn.Linear | None = None
 
     def keep(self, model: ServedModel, file: str, pool: Tensor, batch: int, reporter: Reporter) -> None:
-        """Run the model over one file's windows, int64 [windows, length], and keep the hidden states."""
         import torch
 
         reporter.step(Path(file).name)
@@ -325,7 +280,6 @@ class _Reference:
         self._head = kept
 
     def of(self, file: str, pool: Tensor) -> Tensor:
-        """Return the hidden states of a file, [windows, length, hidden]."""
         return self._kept[file].view(*pool.shape, -1)
 
     def head_for(self, model: CausalModel) -> nn.Linear | None:

@@ -197,7 +197,6 @@ def _bar(share: float, kind: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Make a table of cells that are HTML already."""
     top = "".join(f"<th>{_text(h)}</th>" for h in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'

@@ -116,12 +116,13 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
 
     import torch
 
+    from moepack.families.model_class import top_k
     from moepack.runtime.dense.choice import choose_dense, dense_change
     from moepack.runtime.devices.reading import read_rate
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.exceeded import TooSmallError
-    from moepack.runtime.planning.fixed import Fixed, rounding, top_k
+    from moepack.runtime.planning.fixed import Fixed, rounding
     from moepack.runtime.planning.measured import measured
     from moepack.runtime.planning.token_cost import dense_read, within
     from moepack.runtime.process_limit import check_policy
@@ -307,7 +308,6 @@ def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, fl
 
 
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
-    """Expected bytes of the experts that one token is routed to, by calibration's frequencies."""
     total = 0.0
     for layer, described, row in zip(tables.layers, bundle.layers, table, strict=True):
         tokens = [float(n) + 1 for n in layer.tokens]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from moepack.pack.errors import BundleError, CodecError, InputError, Problem, printable
+from moepack.pack.errors import BundleError, InputError, Problem, printable
 from moepack.pack.manifest import CONFIG, LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle, unlisted
 from moepack.pack.reader import verify as verify_digests
@@ -66,30 +67,24 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     problems = _compare_models(bundle, stream) + _compare_companions(bundle, stream.checkpoint.path)
     positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
     dense = bundle.dense(check_digests=False)  # verified above
-    packed = {f"{d.module}.{part}": (d.module, part) for d in bundle.manifest.dense for part in ("weight", "bias")}
+    packed = {f"{d.module}.{part}" for d in bundle.manifest.dense for part in ("weight", "bias")}
     not_compared = set(dense)  # such a tensor would be served too: transformers unties a head that is there
     reporter.stage("compare with checkpoint", len(stream.layers) + 1)
     for i in (None, *range(len(stream.layers))):
         reporter.step("outside the layers" if i is None else f"layer {i}")
         tensors = stream.load(i)
-        codes = dict[str, Any]()
         rest, experts = (tensors, None) if i is None else stream.split(i, tensors)
         not_compared -= set(rest)
         for name, tensor in rest.items():
-            if dense_exact is not None and name in packed and dense_exact.released:
-                codes |= {packed[name][0]: tensors.get(f"{packed[name][0]}.bias")}
-            elif dense_exact is not None and name in packed:
-                problems += _compare_matrix(bundle, dense_exact, *packed[name], tensor)
-            else:
+            if name not in packed:
                 problems += _compare(dense, str(bundle.path), name, tensor)
-        if experts is not None and i is not None and not exact.released:
-            problems += _compare_experts(bundle, exact, positions[i], experts)
         stream.free(i)
-        if experts is not None and i is not None and exact.released:
-            problems += _compare_codes(bundle, exact, positions[i], experts, stream)
-        for module, bias in codes.items():
-            assert dense_exact is not None
-            problems += _compare_dense_codes(bundle, dense_exact, module, bias, stream)
+        if experts is not None and i is not None:
+            problems += _compare_experts(bundle, exact, positions[i], experts, stream)
+        for number, described in enumerate(bundle.manifest.dense):
+            if described.layer == i:
+                assert dense_exact is not None
+                problems += _compare_dense(bundle, dense_exact, number, rest, stream)
     for group in stream.mtp_groups(_AT_ONCE) if bundle.manifest.model.get("mtp") == "keep" else ():
         not_compared -= set(group)
         for name, tensor in group.items():
@@ -137,7 +132,6 @@ def _compare_models(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
 
 
 def _compare_companions(bundle: Bundle, checkpoint: Path) -> list[Problem]:
-    """Compare the files that a build copies: tokenizers, chat templates, settings of generation, licences."""
     from moepack.calibrate.checkpoint import companions
 
     ours, theirs = set(companions(bundle.path)) & set(bundle.files), set(companions(checkpoint))
@@ -176,7 +170,6 @@ def _settings(config: dict[str, object], within: _Path = ()) -> dict[_Path, obje
 
 
 def _compare_carried(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
-    """Compare the tensors that the bundle keeps as they were, for an export."""
     from safetensors import safe_open
 
     path = bundle.path / LEFTOVERS
@@ -189,80 +182,46 @@ def _compare_carried(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
     return problems
 
 
-def _compare_experts(bundle: Bundle, version: Version, position: int, experts: ExpertWeights) -> list[Problem]:
-    import numpy as np
-
-    from moepack.calibrate.experts import bits_of
-
-    layer = experts.layer
-    problems = []
-    for expert in range(layer.experts):
-        where = bundle.layer_file(version.name, position).place(expert)
-        try:
-            decoded = version.decode(layer.matrices, bundle.extent(version.name, position, expert, check_digest=False))
-        except CodecError as error:
-            problems.append(Problem(where, "codec", str(error)))
-            continue
-        for m, value in enumerate(decoded):
-            bias = experts.bias(expert, m)
-            same = np.array_equal(version.dequantise(value), bits_of(experts.matrix(expert, m)))
-            if value.bias is not None and bias is not None:
-                same = same and np.array_equal(value.bias, bits_of(bias))
-            if not same:
-                problems.append(Problem(where, "bits", f"{layer.matrices[m].name} differs from the checkpoint"))
-    return problems
-
-
-def _compare_codes(
+def _compare_experts(
     bundle: Bundle, version: Version, position: int, experts: ExpertWeights, stream: StreamedModel
 ) -> list[Problem]:
-    """Compare a layer's extents, byte for byte, with those that the checkpoint's codes and scales make."""
+    """Compare a layer's extents, byte for byte, with those that the checkpoint makes."""
     import numpy as np
 
-    from moepack.calibrate.native import expert_as_released
+    from moepack.calibrate.native import expert_extent
 
-    layer = experts.layer
     problems = []
-    for expert in range(layer.experts):
-        codes = stream.native_experts(layer.index, range(expert, expert + 1))
-        made, _ = version.encode(layer.matrices, expert_as_released(codes, experts, expert))
+    for expert in range(experts.layer.experts):
+        index = experts.layer.index
+        codes = stream.native_experts(index, range(expert, expert + 1)) if version.released else ()
+        made, _ = expert_extent(version, experts, expert, codes)
         if not np.array_equal(made, bundle.extent(version.name, position, expert, check_digest=False)):
             where = bundle.layer_file(version.name, position).place(expert)
-            problems.append(Problem(where, "bits", "its codes or scales differ from the checkpoint"))
+            problems.append(Problem(where, "bits", "differs from the checkpoint"))
     return problems
 
 
-def _compare_dense_codes(
-    bundle: Bundle, version: Version, module: str, bias: Tensor | None, stream: StreamedModel
+def _compare_dense(
+    bundle: Bundle, version: Version, number: int, tensors: Mapping[str, Tensor], stream: StreamedModel
 ) -> list[Problem]:
-    """Compare a dense matrix' extent, byte for byte, with that which the checkpoint's codes and scales make."""
+    """Compare the extent of a dense matrix, by its number, byte for byte with that which the checkpoint makes."""
     import numpy as np
 
-    from moepack.calibrate.native import as_released
+    from moepack.calibrate.native import dense_extent
 
-    number = next(n for n, d in enumerate(bundle.manifest.dense) if d.module == module)
-    file, extent = bundle.dense_place(number)
-    if stream.dense_versions.get(module) == version:
-        native = stream.native_dense(module)
-        bias = None if bias is None else bias.bfloat16()
-        assert native is not None
-        made, _ = version.encode((bundle.manifest.dense[number].matrix,), [as_released(native, None, bias)])
-        if np.array_equal(made, bundle.dense_file(version.name, file).extent(extent, check_digest=False)):
+    described = bundle.manifest.dense[number]
+    layer, at = bundle.dense_place(number)
+    file = bundle.dense_file(version.name, layer)
+    matrix = described.matrix
+    weight, bias = (tensors.get(f"{described.module}.{name}") for name in ("weight", "bias"))
+    as_stored = not version.released or stream.dense_versions.get(described.module) == version
+    as_stored = as_stored and matrix.bias == (bias is not None)
+    if as_stored and weight is not None and weight.shape == (matrix.rows, matrix.cols):
+        native = stream.native_dense(described.module) if version.released else None
+        made, _ = dense_extent(version, matrix, weight, bias, native)
+        if np.array_equal(made, file.extent(at, check_digest=False)):
             return []
-    return [Problem(bundle.dense_matrix(version.name, module).where, "bits", "differs from the checkpoint's codes")]
-
-
-def _compare_matrix(bundle: Bundle, version: Version, module: str, part: str, tensor: Tensor) -> list[Problem]:
-    import torch
-
-    values = bundle.dense_matrix(version.name, module)
-    try:
-        ours = values.torch().get(part)
-    except BundleError as error:
-        return list(error.problems)
-    if ours is not None and torch.equal(ours.view(torch.int16), tensor.to(torch.bfloat16).view(torch.int16)):
-        return []
-    return [Problem(values.where, "bits", f"{part} differs from the checkpoint")]
+    return [Problem(file.place(at), "bits", "differs from the checkpoint")]
 
 
 def _compare(dense: DenseTensors, location: str, name: str, tensor: Tensor) -> list[Problem]:

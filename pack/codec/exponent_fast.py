@@ -70,7 +70,6 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _shares(tiles: int, threads: int | None) -> list[tuple[int, int]]:
-    """Ranges of tiles, one a thread."""
     count = max(1, min(threads or processors(), tiles // _SHARE))
     edges = [tiles * i // count for i in range(count + 1)]
     return list(itertools.pairwise(edges))
@@ -182,7 +181,6 @@ def decode_parsed(loops: ModuleType, coded: CodedMatrix, out: Bf16Bits | Codes, 
 
 
 def _map(function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-    """Apply `function` to every item, on threads if there are several."""
     return [function(items[0])] if len(items) == 1 else list(_pool().map(function, items))
 
 

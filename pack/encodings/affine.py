@@ -4,23 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..errors import Kind
 from ..sections import BLOCK_ROWS, GROUPS, Matrix, plane_words
-from .base import Part, Version, codec
+from .base import Part, Stored, Version, codec
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from ..codec.affine import AffineMatrix
     from ..codec.bits import Buffer
 
 
 @dataclass(frozen=True, eq=False)
-class Affine(Version):
-    """An affine version (FORMAT.md, "Affine extents"). An extent has the same bytes in memory and in its file."""
+class Blocks(Version):
+    """A version whose extents have the same bytes in memory and in their file, by blocks of rows."""
+
+    decoder: ClassVar[str] = "affine"  # the module of codec/ that decodes it
+
+    def encode(
+        self, matrices: Sequence[Matrix], values: Sequence[Stored], threads: int | None = None
+    ) -> tuple[Buffer, int]:
+        """See Version. It uses one thread."""
+        return codec("affine").encode(matrices, self, values), sum(s.size for s in self.sections(matrices))
+
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[Stored]:
+        """See Version. Biases are views of the extent."""
+        return codec(self.decoder).decode(matrices, self, extent)  # type: ignore[no-any-return]
+
+    def dequantise(self, value: Stored) -> npt.NDArray[np.float32]:
+        """See Version."""
+        return value.dequantise(self)  # type: ignore[no-any-return]
+
+    def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
+        """See Version."""
+        return codec("checks").check_affine(matrices, self, extent)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class Affine(Blocks):
+    """An affine version (FORMAT.md, "Affine extents")."""
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:
         """Planes, scales (of a byte: with an outer one a block), stored zero points, and the bias if there is one."""
@@ -35,24 +59,6 @@ class Affine(Version):
             yield "zero", (blocks, by_group, BLOCK_ROWS), 1
         if matrix.bias:
             yield "bias", (matrix.rows,), 2
-
-    def encode(
-        self, matrices: Sequence[Matrix], values: Sequence[AffineMatrix], threads: int | None = None
-    ) -> tuple[Buffer, int]:
-        """See Version. It uses one thread."""
-        return codec("affine").encode(matrices, self, values), sum(s.size for s in self.sections(matrices))
-
-    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[AffineMatrix]:
-        """See Version. Biases are views of the extent."""
-        return codec("affine").decode(matrices, self, extent)  # type: ignore[no-any-return]
-
-    def dequantise(self, value: AffineMatrix) -> npt.NDArray[np.float32]:
-        """See Version."""
-        return value.dequantise(self)
-
-    def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
-        """See Version."""
-        return codec("checks").check_affine(matrices, self, extent)  # type: ignore[no-any-return]
 
 
 def affine(name: str, bits: int, planes: tuple[int, ...], zero: str = "stored") -> Affine:

@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 
 from ..errors import Kind
 from ..sections import BLOCK_ROWS, GROUPS, Matrix, plane_words
-from .affine import Affine
-from .base import Part, Version, codec
+from .affine import Affine, Blocks
+from .base import Part, codec
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from ..codec.bits import Buffer
     from ..codec.released import ReleasedMatrix
 
@@ -29,9 +26,10 @@ def own(dtype: str) -> Mapping[str, str]:
 
 
 @dataclass(frozen=True, eq=False)
-class ReleasedFloat(Version):
+class ReleasedFloat(Blocks):
     """Floating-point codes with scales (FORMAT.md, "Released extents")."""
 
+    decoder = "released"
     released = True
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:
@@ -46,24 +44,6 @@ class ReleasedFloat(Version):
     def scales(self, blocks: int, groups: int) -> Iterator[Part]:
         """The sections of scales: by default a byte for each row and group."""
         yield "scale", (blocks, groups, BLOCK_ROWS), 1
-
-    def encode(
-        self, matrices: Sequence[Matrix], values: Sequence[ReleasedMatrix], threads: int | None = None
-    ) -> tuple[Buffer, int]:
-        """See Version. It uses one thread."""
-        return codec("affine").encode(matrices, self, values), sum(s.size for s in self.sections(matrices))
-
-    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[ReleasedMatrix]:
-        """See Version. Biases are views of the extent."""
-        return codec("released").decode(matrices, self, extent)  # type: ignore[no-any-return]
-
-    def dequantise(self, value: ReleasedMatrix) -> npt.NDArray[np.float32]:
-        """See Version."""
-        return value.dequantise(self)
-
-    def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
-        """See Version."""
-        return codec("checks").check_affine(matrices, self, extent)  # type: ignore[no-any-return]
 
 
 class Mxfp4(ReleasedFloat):

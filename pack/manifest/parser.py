@@ -326,7 +326,6 @@ def _together(check: Checker, paths: Sequence[str]) -> None:
 
 
 def _layer_files(check: Checker, found: Manifest) -> None:
-    """Compare the listed layer files with the versions and layers."""
     expected = found.layer_files(found.versions, found.dense_versions)
     for path in sorted(set(expected) - set(found.expert_files)):
         check.wrong("files", "missing", f"{path} is not listed")

@@ -128,19 +128,28 @@ def _near(wanted: object, got: object) -> bool:
 
 
 class _Registry(_Names):
-    """transformers' table of attention functions, in which its own "sdpa" uses the kernel for one new token."""
+    """transformers' table of attention functions, which gives what `change` returns for each."""
+
+    def __init__(self, of: Any, change: Callable[[Attention], Attention]) -> None:
+        super().__init__(of)
+        self._change = change
 
     def get_interface(self, name: str, default: Attention) -> Attention:
         """Return an attention function by name, as transformers' own table does."""
-        return _served(self._of.get_interface(name, default))
+        return self._change(self._of.get_interface(name, default))
 
     def __getitem__(self, name: str) -> Attention:
-        return _served(self._of[name])
+        return self._change(self._of[name])
+
+
+def is_sdpa(found: Attention) -> bool:
+    """Whether an attention function is transformers' own "sdpa", or what stands in its place."""
+    return getattr(inspect.unwrap(found), "__module__", "") == SDPA
 
 
 def _served(found: Attention) -> Attention:
     """Return the function in whose place the kernel runs; any other than transformers' own "sdpa" stays as it is."""
-    return _one_token(found) if getattr(found, "__module__", "") == SDPA else found
+    return _one_token(found) if is_sdpa(found) else found
 
 
 SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not support
@@ -150,6 +159,7 @@ SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options tha
 def _one_token(plain: Attention) -> Attention:
     """Return an attention function that runs the kernel for one new token without a mask, and `plain` otherwise."""
 
+    @functools.wraps(plain)
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
@@ -174,21 +184,31 @@ def _one_token(plain: Attention) -> Attention:
     return attention
 
 
+def with_attention(kind: Any, change: Callable[[Attention], Attention]) -> Callable[..., object]:
+    """Return a class's forward, in which `change` has been given each attention function."""
+    of = inspect.unwrap(kind.forward).__globals__[REGISTRY]
+    return _with_name(kind.forward, REGISTRY, _Registry(of, change))
+
+
+def attends_by_name(module: nn.Module) -> bool:
+    """Whether a module's own code asks transformers' table for its attention function."""
+    function = inspect.unwrap(type(module).forward)
+    if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
+        return False
+    return REGISTRY in function.__code__.co_names and hasattr(function.__globals__.get(REGISTRY), "get_interface")
+
+
 @functools.cache
 def _attention(kind: type[nn.Module]) -> type[nn.Module]:
-    function: Any = kind.forward
-    own = _Registry(inspect.unwrap(function).__globals__[REGISTRY])
-    return in_place_of(kind, _with_name(function, REGISTRY, own))
+    return in_place_of(kind, with_attention(kind, _served))
 
 
 def serve_attention(model: nn.Module) -> dict[str, int]:
     """Let the kernel compute the attention of single new tokens; return the number of modules changed, by class."""
     done: dict[str, int] = {}
     for module in model.modules():
-        function = _reads(module, REGISTRY)
         kind: Any = type(module)
-        if function is None or not hasattr(function.__globals__.get(REGISTRY), "get_interface"):
-            continue
-        module.__class__ = _attention(kind)
-        done[kind.__name__] = done.get(kind.__name__, 0) + 1
+        if attends_by_name(module) and _reads(module, REGISTRY) is not None:
+            module.__class__ = _attention(kind)
+            done[kind.__name__] = done.get(kind.__name__, 0) + 1
     return done

@@ -172,7 +172,6 @@ class CpuDevice(Migration):
         target: Tensor,
         before: Callable[[int], None],
     ) -> None:
-        """Decode an extent into a block; `where` names it in errors, and `before` raises Cancelled."""
         try:
             version.restore(layer.matrices, coded, target.numpy(), self._threads, lambda matrix: before(0))
         except CodecError as error:

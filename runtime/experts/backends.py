@@ -186,14 +186,12 @@ def _measure(names: Sequence[str], threads: int) -> dict[str, int]:
 
 
 def _file() -> Path:
-    """Return where measurements are kept. Raises OSError for a user without a home."""
     if (file := cache_path("kernels.json")) is None:
         raise OSError("this user has no home folder")
     return file
 
 
 def _read() -> dict[str, dict[str, int]]:
-    """The measurements by machine and number of threads, the latest last; empty if the file is malformed."""
     try:
         tables = json.loads(_file().read_text())["tables"]
         out = {str(m): {str(n): int(v) for n, v in limits.items()} for m, limits in tables.items()}

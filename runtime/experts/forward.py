@@ -86,7 +86,6 @@ def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
 
 
 def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: bool) -> None:
-    """Tell counters and watchers a layer's routing; `fused` if the launch that routed few tokens has counted it."""
     counters = step.counters  # set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
     is_wanted = counters is not None and not (fused and counters.only_fused)
     if not is_wanted and not step.watchers:
@@ -103,7 +102,6 @@ def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: boo
 
 
 def _few(experts: LayerExperts, step: Step | None, index: Tensor, weights: Tensor) -> Routed | None:
-    """The routing of few tokens on a GPU, made and counted on the device; `None` elsewhere."""
     if experts.of.backend != "triton":
         return None
     from . import gpu
@@ -185,7 +183,6 @@ def across(call: LayerCall, tier: HostTier) -> Tensor:
 
 
 def _read(call: LayerCall) -> int:
-    """Bytes of the chosen experts, each of which is read once a call."""
     experts = call.experts
     chosen = torch.bincount(call.index.reshape(-1), minlength=experts.of.layer.experts)[: experts.of.layer.experts]
     return sum(experts.handles[e].extent.numel() for e in chosen.nonzero().squeeze(1).tolist())
@@ -254,7 +251,6 @@ def _reference_sum(call: LayerCall, y: Tensor) -> Tensor:
 
 
 def _one(call: LayerCall, expert: int, x: Tensor) -> Tensor:
-    """Run one expert on its tokens [n, hidden]."""
     module = call.module
     experts = call.experts
     linear = torch.nn.functional.linear

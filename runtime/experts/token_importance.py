@@ -75,7 +75,9 @@ def attention_received(
             last = begin + len(some) - 1
             if text is not None:
                 last = int(some[-1]) if len(some) else queries - 1
-            seen = keys if not causal else last + 1 + (0 if mask is None else keys - queries)
+            seen = keys
+            if causal:
+                seen = last + 1 if mask is None else last + 1 + keys - queries
             hidden: Tensor | None = None  # [heads or 1, rows, seen]
             if mask is not None:
                 hidden = mask[b if len(mask) > 1 else 0][:, some, :seen]

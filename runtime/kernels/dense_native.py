@@ -16,17 +16,29 @@ from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unknown_fo
 from .by_torch import multiply, of_matrix, of_packed
 from .forms import Form, kernel_of
 
+UNPACKED = 16  # rows of a packed matrix that are unpacked together
 PLAIN_FORM = Form(LOSSLESS, Version.of(LOSSLESS).kernel, 0, 0, 0, 0, 0, 0, -1)  # of a plain BF16 tensor [rows, cols]
 
 
 class _Attend(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("q", "k", "v", "out")),
-        *((name, WORD) for name in ("batch", "groups", "heads", "length", "cols", "out_cols")),
-        *((name, WORD) for name in ("q_batch", "q_head")),
-        *((name, WORD) for name in ("k_batch", "k_head", "k_row", "v_batch", "v_head", "v_row")),
+        *((name, POINTER) for name in ("q", "q2", "k", "k2", "v", "mask", "out")),
+        *((name, WORD) for name in ("batch", "groups", "heads", "tokens", "length", "cols", "cols2", "out_cols")),
+        ("causal", WORD),
+        *((name, WORD * 3) for name in ("q_at", "q2_at", "k_at", "k2_at", "v_at")),
+        ("mask_at", WORD * 2),
         ("scale", ctypes.c_float),
-        ("room", POINTER),
+    ]
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "matrix", "out")),
+        *((name, WORD) for name in ("heads", "tokens", "in", "out_cols", "sums")),
+        *((name, WORD * 2) for name in ("x_at", "out_at", "matrix_at")),
+        ("base", POINTER),
+        ("form", POINTER),
+        ("first", WORD),
     ]
 
 
@@ -188,44 +200,138 @@ def norm(x: Tensor, weight: Tensor, form: int, epsilon: ctypes.c_double) -> Tens
     return out
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, scale: float, threads: int | None = None) -> Tensor:
-    """Attention of one new token of each sequence, which sees every key: softmax(scale * q k) v, summed in float32.
+Parts = tuple[Tensor, Tensor | None]  # queries or keys, in one part or in two that follow one another
+
+
+def attend(
+    query: Tensor | Parts,
+    key: Tensor | Parts,
+    value: Tensor,
+    scale: float,
+    threads: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Attention of a sequence's last tokens: softmax(scale * q k) v, with sums and scores in float32.
+
+    A token sees the keys up to its own, or those that the mask gives it; a token that sees none gets zeros. Results
+    have the same bits on any number of threads.
 
     Args:
-        query: bfloat16 [batch, heads, 1, cols].
-        key: bfloat16 [batch, groups, length, cols]; each group serves heads / groups heads that follow one another.
-        value: bfloat16 [batch, groups, length, out]. The last axis of all three has stride 1.
+        query: bfloat16 [batch, heads, tokens, cols], or two such parts of queries.
+        key: bfloat16 [batch, groups, length, cols], or as many parts; each group serves heads / groups heads that
+            follow one another.
+        value: bfloat16 [batch, groups, length, out]. The last axis of all of these has stride 1.
+        mask: bool [batch, 1, tokens, length].
 
     Returns:
-        bfloat16 [batch, 1, heads, out].
+        bfloat16 [batch, tokens, heads, out].
 
     Raises:
         ValueError: for tensors of other shapes or strides.
         MemoryError: when memory for scores is short.
     """
-    batch, heads, _, cols = query.shape
+    q, q2 = query if isinstance(query, tuple) else (query, None)
+    k, k2 = key if isinstance(key, tuple) else (key, None)
+    batch, heads, tokens, cols = q.shape
     groups, length, out_cols = value.shape[1:]
-    wrong = key.shape != (batch, groups, length, cols) or value.shape[0] != batch or query.shape[2] != 1 or not length
-    if wrong or heads % groups or query.stride(3) != 1 or key.stride(3) != 1 or value.stride(3) != 1:
-        raise ValueError(f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit")
-    out = query.new_empty(batch, 1, heads, out_cols)
+    fits = k.shape == (batch, groups, length, cols) and value.shape[0] == batch and 0 < tokens <= length
+    fits = fits and not heads % groups and (q2 is None) == (k2 is None)
+    if q2 is not None and k2 is not None:
+        fits = fits and q2.shape[:3] == q.shape[:3] and k2.shape == (*k.shape[:3], q2.shape[3])
+    if mask is not None:
+        fits = fits and mask.dtype == torch.bool and mask.shape == (batch, 1, tokens, length) and mask.stride(3) == 1
+    if not fits or any(t is not None and t.stride(3) != 1 for t in (q, q2, k, k2, value)):
+        shapes = [None if t is None else tuple(t.shape) for t in (q, q2, k, k2, value, mask)]
+        raise ValueError(f"query, key, value and mask {shapes} do not fit")
+    out = q.new_empty(batch, tokens, heads, out_cols)
+    none = (0, 0, 0)
     call = _Attend(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
-        batch,
-        groups,
-        heads // groups,
-        length,
-        cols,
-        out_cols,
-        query.stride(0),
-        query.stride(1),
-        *key.stride()[:3],
-        *value.stride()[:3],
-        scale,
+        q=q.data_ptr(),
+        q2=None if q2 is None else q2.data_ptr(),
+        k=k.data_ptr(),
+        k2=None if k2 is None else k2.data_ptr(),
+        v=value.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(),
+        out=out.data_ptr(),
+        batch=batch,
+        groups=groups,
+        heads=heads // groups,
+        tokens=tokens,
+        length=length,
+        cols=cols,
+        cols2=0 if q2 is None else q2.shape[3],
+        out_cols=out_cols,
+        causal=mask is None,
+        q_at=q.stride()[:3],
+        q2_at=none if q2 is None else q2.stride()[:3],
+        k_at=k.stride()[:3],
+        k2_at=none if k2 is None else k2.stride()[:3],
+        v_at=value.stride()[:3],
+        mask_at=(0, 0) if mask is None else (mask.stride(0), mask.stride(2)),
+        scale=scale,
     )
     if library.moepack_affine_attend(ctypes.byref(call), WORD(threads or torch.get_num_threads())):
-        raise MemoryError(f"no memory for {length} scores of {heads} heads")
+        raise MemoryError(f"no memory for the attention of {heads} heads")
     return out
+
+
+class HeadMatrices:
+    """A linear map whose rows are, head after head, `first` rows of one matrix and `second` rows of another.
+
+    `lift` multiplies by the first, transposed; `lower` by the second. Both read the map where it is.
+    """
+
+    def __init__(self, of: KernelMatrix, heads: int, first: int, second: int) -> None:
+        """Check the sizes; raise ValueError for a matrix with a bias, or packed rows that are not whole blocks."""
+        each = first + second
+        packed = of.form.bits != PLAIN_FORM.bits
+        if of.rows != heads * each or of.bias is not None or of.form.bias >= 0:
+            raise ValueError(f"{heads} heads of {each} rows without a bias are not a matrix of {of.rows} rows")
+        if packed and (first % UNPACKED or second % UNPACKED):
+            raise ValueError(f"heads of {first} and {second} rows: packed ones are unpacked {UNPACKED} at a time")
+        self.of = of
+        self.heads = heads
+        self._first = first
+        self._second = second
+        self._packed = packed
+        self._form = np.array(of.form.row(), np.int64)
+
+    def lift(self, x: Tensor) -> Tensor:
+        """Return each head's M^T x, bfloat16 [tokens, heads, cols], for x [tokens, heads, first], rows of stride 1."""
+        return self._run(x, 0, self._first, True)
+
+    def lower(self, x: Tensor) -> Tensor:
+        """Return each head's M x, bfloat16 [tokens, heads, second], for x [tokens, heads, cols], rows of stride 1."""
+        return self._run(x, self._first, self._second, False)
+
+    def _run(self, x: Tensor, offset: int, rows: int, transposed: bool) -> Tensor:
+        tokens, heads, size = x.shape
+        cols = self.of.cols
+        wanted = rows if transposed else cols
+        if x.dtype != torch.bfloat16 or heads != self.heads or size != wanted or x.stride(2) != 1:
+            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: bfloat16 [tokens, {self.heads}, {wanted}] fits")
+        out = x.new_empty(tokens, heads, cols if transposed else rows)
+        each = self._first + self._second
+        at = self.of.data.data_ptr()
+        call = _Heads(
+            x=x.data_ptr(),
+            matrix=None if self._packed else at + 2 * offset * cols,
+            out=out.data_ptr(),
+            heads=heads,
+            tokens=tokens,
+            out_cols=out.shape[2],
+            sums=transposed != self._packed,  # unpacked weights are transposed
+            x_at=(x.stride(1), x.stride(0)),
+            out_at=(out.stride(1), out.stride(0)),
+            matrix_at=(each if self._packed else each * cols, cols),
+            base=at if self._packed else None,
+            form=self._form.ctypes.data if self._packed else None,
+            first=offset,
+        )
+        setattr(call, "in", size)
+        failed = library.moepack_affine_heads(ctypes.byref(call), WORD(torch.get_num_threads()))
+        if failed == 1:
+            raise MemoryError(f"no memory for the matrices of {heads} heads")
+        if failed:
+            raise unknown_form(self.of.form.name, self.of.form.bits, self.of.form.group)
+        return out

@@ -21,7 +21,7 @@ from moepack.pack.encodings.base import SCALE_BITS
 from moepack.pack.spec import Matrix, Rotation, Version, encoding_of
 
 from . import affine_native as native
-from .dense_native import attend
+from .dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
 from .forms import compiled_names, handle, make_forms
 from .reference import dequantise, plain_weights, sections_of
 
@@ -39,7 +39,7 @@ def trial() -> str:
     random = np.random.default_rng(0)
     wrong = []
     for version in _versions():
-        extent = _extent(version, random)
+        extent = extent_of(version, MATRIX, random)
         for what in _wrong_form(version, extent, random):
             form = make_forms((MATRIX,), version)[0]
             wrong.append(f"{version.name} (form {form.bits}, groups of {form.group}): {what}")
@@ -60,10 +60,13 @@ def _versions() -> Iterator[Version]:
                     yield version
 
 
-def _extent(version: Version, random: np.random.Generator) -> Tensor:
-    """Return random codes, with scales and biases from 2^-7 to 2, or from 1 to 16 where they have a byte."""
-    room = np.zeros(version.resident_size((MATRIX,)), np.uint8)
-    for s in version.sections((MATRIX,)):
+def extent_of(version: Version, matrix: Matrix, random: np.random.Generator) -> Tensor:
+    """Return a matrix's extent of random codes, uint8, at a multiple of 64 in memory.
+
+    Scales and biases are from 2^-7 to 2, or from 1 to 16 where they have a byte.
+    """
+    room = np.zeros(version.resident_size((matrix,)), np.uint8)
+    for s in version.sections((matrix,)):
         part = room[s.offset : s.end]
         part[:] = random.integers(0, 256, len(part))
         if s.kind.startswith("plane") and version.zero == "none" and version.bits == 8:
@@ -77,7 +80,7 @@ def _extent(version: Version, random: np.random.Generator) -> Tensor:
         elif s.kind == "scale":
             low, high = {"F8_E8M0": (120, 130), "F8_E4M3": (0x38, 0x58)}.get(version.scale_dtype, (0, 128))
             part[:] = random.integers(low, high, len(part))
-    return torch.from_numpy(room)
+    return torch.from_numpy(room).clone()  # into torch's own memory, which is aligned
 
 
 def _wrong_form(version: Version, extent: Tensor, random: np.random.Generator) -> Iterator[str]:
@@ -86,9 +89,8 @@ def _wrong_form(version: Version, extent: Tensor, random: np.random.Generator) -
     weights = plain[0].float() if plain else dequantise(extent, sections, MATRIX, version, torch.float32)
     bias = sections["bias"]
     biases = extent[bias.offset : bias.end].view(torch.bfloat16).double().numpy()
-    held = torch.empty(len(extent), dtype=torch.uint8).copy_(extent)  # torch's memory begins on a multiple of 64
     forms = native.LayerForms((MATRIX,), (version,))
-    handles = np.array([handle(held.data_ptr(), 0)] * 2, np.uint64)
+    handles = np.array([handle(extent.data_ptr(), 0)] * 2, np.uint64)
     for dtype, allowed in ALLOWED.items():
         tiles = native.has_tiles(dtype)
         for experts, limits in ((FEW, None), *(((MANY, np.zeros(1, np.int64)),) if tiles else ())):
@@ -101,28 +103,26 @@ def _wrong_form(version: Version, extent: Tensor, random: np.random.Generator) -
         if not plain:
             rows = -(-MATRIX.rows // 16) * 16
             unpacked = torch.full((MATRIX.cols, rows), math.nan, dtype=dtype)
-            native.unpack(forms, 0, 0, held, unpacked, threads=1)
+            native.unpack(forms, 0, 0, extent, unpacked, threads=1)
             if _differs(unpacked[:, : MATRIX.rows].T, weights.double().numpy(), allowed):
                 yield f"unpacked to {str(dtype).removeprefix('torch.')}"
 
 
 def _wrong_others(random: np.random.Generator) -> Iterator[str]:
     """Try what no model's own module is compared with when it is loaded: attention, rotation, weighted sums."""
-    batch = 2
-    groups = 2
-    shared = 3
-    length = 37
-    cols = 80
-    query = _numbers(random, batch, groups * shared, 1, cols).bfloat16()
-    key, value = (_numbers(random, batch, groups, length, cols).bfloat16() for _ in range(2))
-    scale = cols**-0.5
-    by_group = query.double().numpy().reshape(batch, groups, shared, cols)
-    scores = np.einsum("bghc,bglc->bghl", by_group, key.double().numpy()) * scale
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    want = np.einsum("bghl,bglc->bghc", weights, value.double().numpy()).reshape(batch, 1, groups * shared, cols)
-    if _differs(attend(query, key, value, scale, threads=1), want, ALLOWED[torch.bfloat16]):
-        yield "attention"
+    for cols, length in ((80, 37), (96, 1100)):  # of one span and of two (attention.c)
+        if not _attends(random, cols, length):
+            yield f"attention over {length} keys of {cols} numbers"
+    weight = _numbers(random, 3 * (16 + 32), 96).bfloat16()
+    heads = HeadMatrices(KernelMatrix(PLAIN_FORM, len(weight), 96, weight), 3, 16, 32)
+    by_head = weight.double().numpy().reshape(3, 48, 96)
+    for name, run, part, how in (
+        ("lifted", heads.lift, by_head[:, :16], "thn,hnr->thr"),
+        ("lowered", heads.lower, by_head[:, 16:], "thr,hvr->thv"),
+    ):
+        x = _numbers(random, 5, 3, 16 if name == "lifted" else 96).bfloat16()
+        if _differs(run(x), np.einsum(how, x.double().numpy(), part), ALLOWED[torch.bfloat16]):
+            yield f"heads' products, {name}"
     for block in (16, 256):
         version = Version.of("w4", 64, Rotation(block, 7))
         forms = native.LayerForms((Matrix("down", 16, 2 * block),), (version,))
@@ -141,6 +141,25 @@ def _wrong_others(random: np.random.Generator) -> Iterator[str]:
         total = np.einsum("tkc,tk->tc", rows.double().numpy().reshape(5, 3, -1), gates.double().numpy())
         if _differs(out, total, allowed):
             yield f"weighted sums in {str(dtype).removeprefix('torch.')}"
+
+
+def _attends(random: np.random.Generator, cols: int, length: int) -> bool:
+    """Whether attention over keys in two parts, of which values are the first, has the reference's results."""
+    batch = 2
+    groups = 2
+    shared = 3
+    first = cols - 32
+    query = _numbers(random, batch, groups * shared, 1, cols).bfloat16()
+    keys = _numbers(random, batch, groups, length, cols).bfloat16()
+    value = keys[..., :first]
+    scale = cols**-0.5
+    by_group = query.double().numpy().reshape(batch, groups, shared, cols)
+    scores = np.einsum("bghc,bglc->bghl", by_group, keys.double().numpy()) * scale
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    want = np.einsum("bghl,bglc->bghc", weights, value.double().numpy()).reshape(batch, 1, groups * shared, first)
+    parts = (query[..., :first], query[..., first:]), (value, keys[..., first:])
+    return not _differs(attend(*parts, value, scale, threads=1), want, ALLOWED[torch.bfloat16])
 
 
 def _numbers(random: np.random.Generator, *shape: int) -> Tensor:

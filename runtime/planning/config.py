@@ -8,12 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from moepack.families.model_class import decoder_layers
+from moepack.families.model_class import check_top_k, decoder_layers
 from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import InputError, in_a_line
 from moepack.pack.manifest import CONFIG, Manifest
-
-TOP_K = ("num_experts_per_tok", "num_experts_per_token")  # names of top_k in families' configs
 
 
 def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -> Any:
@@ -40,10 +38,7 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
         raise InputError(f"{bundle}: its {CONFIG} has architectures that are no list of names")
     if manifest is None:
         return config
-    most = max(layer.experts for layer in manifest.layers)
-    for name in TOP_K:
-        if (k := getattr(config.get_text_config(), name, None)) is not None and not (type(k) is int and 1 <= k <= most):
-            raise InputError(f"{bundle}: its {CONFIG} has {name} {str(k)[:40]!r}, its layers have {most} experts")
+    check_top_k(config, max(layer.experts for layer in manifest.layers), f"{bundle}: its {CONFIG}")
     if isinstance(layers, int) and layers > manifest.model["decoder_layers"]:
         raise InputError(f"{bundle}: its {CONFIG} has {layers} layers, its manifest {manifest.model['decoder_layers']}")
     return config

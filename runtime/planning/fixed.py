@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from moepack.families.model_class import top_k
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import ExpertLayer, align
@@ -22,8 +23,6 @@ from moepack.runtime.experts import backends
 from moepack.runtime.kernels.forms import slice_bytes
 from moepack.runtime.kv.sizes import KvShape
 from moepack.runtime.planning.options import Workload
-
-from .config import TOP_K
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -217,12 +216,6 @@ def _measure(
             kept = max((slice_bytes(*shape, tokens * batch) for shapes in maps for shape in shapes), default=0)
     table = 0 if lone is None else lone[1].weight.nbytes
     return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table), dense
-
-
-def top_k(config: PreTrainedConfig) -> int:
-    """Return the number of experts to which a layer sends a token, from a config."""
-    text = config.get_text_config()
-    return int(next((k for name in TOP_K if (k := getattr(text, name, None))), 8))
 
 
 def dense_shapes(model: PreTrainedModel) -> list[list[tuple[int, int]]]:

@@ -156,7 +156,6 @@ class Plan:
             yield ladder, tokens, ladder.fill(tokens, room)
 
     def _counts(self, capacity: Sequence[int]) -> list[list[int]]:
-        """Count the experts at each placement, [layers][placements]."""
         return [np.bincount(placed, minlength=len(self.ladder)).tolist() for *_, placed in self._filled(capacity)]
 
     def divided(self) -> Plan:

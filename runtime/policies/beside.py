@@ -92,7 +92,6 @@ class Moves:
         return key not in self._going and key not in self._gone
 
     def _move(self, key: Key, to: int, room: int, answer: Changes) -> bool:
-        """Begin a move if there is room for its second version; return whether there is."""
         others = self._going | self._gone
         size = sum(self._sizes[p][v] for (p, _), v in others.items()) + self._sizes[key[0]][to]
         if size + self._least > room or not self._cache.hold(key, to, room):

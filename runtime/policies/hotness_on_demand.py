@@ -19,8 +19,6 @@ FIRST = 64  # experts that are sorted for leaving: more than a layer in decoding
 
 
 class _HottestStay(MixedCache):
-    """A cache that the coldest experts leave first."""
-
     def __init__(self, experts: Sequence[int], sizes: Sequence[Sequence[int]], most: Sequence[Sequence[int]] | None):
         super().__init__(sizes, most=most)
         shape = len(experts), max(experts, default=0)

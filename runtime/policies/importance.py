@@ -163,7 +163,6 @@ class Importance:
         return {(p, e): at[p][e] for p, e in busiest(self._traffic) if at[p][e] != self._base}
 
     def _ranked(self, event: LayerReached) -> list[int]:
-        """Return the experts that the step needs, the most important first (equations 2 and 3)."""
         if self._options.by == "random":
             chosen: list[int] = self._random.permutation(event.counts.nonzero()[0]).tolist()
             return chosen

@@ -15,10 +15,6 @@ from moepack.pack.errors import InputError
 
 from .contract import Changes, Key
 
-# Where no pass waits: seconds between decisions, and the most experts that come in one. Some 640 a second, 1.6 GB of a
-# 30 B model's at w4, so that copies leave the bus to the kernels that read there.
-INTERVAL = 0.1
-NEWCOMERS = 64
 _Kind = tuple[int, int]  # a placement and the bytes of an expert there: experts of one kind share blocks
 
 
@@ -218,7 +214,6 @@ class MixedCache:
         return found
 
     def _is_over(self, room: int) -> bool:
-        """Return whether the cache is over any of its limits."""
         return self.bytes > room or (self._most is not None and any(n > self._most[k] for k, n in self._taken.items()))
 
     def _is_too_much(self, key: Key, room: int) -> bool:
@@ -230,7 +225,6 @@ class MixedCache:
         return self.bytes > room or (self._most is not None and self._taken[kind] > self._most[kind])
 
     def _put(self, key: Key, placement: int) -> None:
-        """Set an expert's placement and mark it as used now."""
         self.drop(key)
         if placement != self.base:
             self._clock += 1

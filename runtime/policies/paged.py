@@ -204,7 +204,6 @@ class Shares:
         return [by * min(free[p], len(free)) if p == chosen else 0 for p in range(len(free))]
 
     def _moved(self, loads: Sequence[Sequence[float]], changes: Sequence[int]) -> list[list[float]]:
-        """Return the bytes a step loads, by layer and source, after these changes, if all experts are equally busy."""
         out = []
         for (coded, stored), n, change in zip(loads, self._setting.experts, changes, strict=True):
             size = min(max(change * (coded + stored) / n, -coded), stored)
@@ -328,12 +327,10 @@ class Paged:
         return wanted
 
     def _taken(self) -> int:
-        """Bytes of coded experts, and of those that stay uncompressed."""
         coded = np.count_nonzero(self._coded, axis=1) @ self._sizes
         return int(coded + np.count_nonzero(self._stays, axis=1) @ self._whole)
 
     def _room(self, capacity: Sequence[int]) -> int:
-        """Bytes for decoded experts that come and go."""
         room = sum(capacity) - self._taken()
         if self._is_coded or not self._options.alpha:
             return room
@@ -366,7 +363,6 @@ class Paged:
         return list(range(self._setting.experts[layer]))
 
     def _at(self, key: Key, cached: int) -> int:
-        """Return the placement of an expert that the cache has, or that leaves it."""
         if cached == DECODED:
             return DECODED
         return CODED if self._coded[key[0]][key[1]] else self._base

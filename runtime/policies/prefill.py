@@ -181,7 +181,6 @@ class Prefill:
         return {key: to for *_, key, to in sorted(rows)}
 
     def _split(self, position: int, s: Floats, experts: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-        """Pair the host's experts, given most important first, with their placements."""
         bits = self.options.bits
         losses = self._setting.losses[position][experts, :0:-1]
         if self.options.selector == "no" or not len(experts):

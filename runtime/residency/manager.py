@@ -137,7 +137,6 @@ class ResidencyManager:
             self._host_device = CpuDevice(self.plan.staging, self.worker.wake, readers=1)
 
     def _serve(self, bundle: Bundle, devices: Sequence[torch.device], wanted: Wanted, host_memory: int | None) -> None:
-        """Make the pools, load the first placements, and set up what passes and the worker use."""
         plan = self.plan
         options = self._named.options
         self.tracker = BudgetTracker(plan.budget, plan.fixed)
@@ -248,8 +247,10 @@ class ResidencyManager:
             return None
         with self.residency.lock:
             entry = self.residency.entries.get(key)
-            base = None if entry is None else entry.complete[self.plan.base].handle
-            return None if base is None else base.extent if base.packed is None else base.packed.extent
+            if entry is None:
+                return None
+            base = entry.complete[self.plan.base].handle
+            return base.extent if base.packed is None else base.packed.extent
 
     def _make(self, key: Key, version: int, tensor: Tensor | None) -> Handle:
         layer = self.layers[key[0]]

@@ -237,7 +237,6 @@ class OnDemandLoader:
                 raise InputError(f"{self._name(key, version)}: its copy was given up: was the model closed?")
 
     def _note(self) -> None:
-        """Publish the copies that have arrived, and count their bytes."""
         for key in [key for key, x in self._beside.items() if x.event.done()]:
             beside = self._beside.pop(key)
             if beside.event.error is None:

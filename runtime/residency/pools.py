@@ -95,7 +95,6 @@ class Pool:
             return Block(self, index, self._generation[index])
 
     def _take(self, index: int) -> bool:
-        """Reserve a block's bytes in the budget and take them from the device; return whether both succeeded."""
         if not self._tracker.try_reserve(self.name, self.block_bytes):
             return False
         try:

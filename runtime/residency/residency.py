@@ -249,7 +249,6 @@ class Residency:
         self.leaving[key, version] = self.steps.begun
 
     def _left(self, key: Key, version: int) -> None:
-        """Mark a version spare: no step can read it any more."""
         del self.leaving[key, version]
         self.entries[key].leaving.discard(version)
         self._set_aside(key, version)

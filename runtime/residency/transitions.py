@@ -234,7 +234,6 @@ class Transitions:
             self.refusals += 1
 
     def _evict_from(self, pool: Pool) -> None:
-        """Begin one demotion that frees a block of a pool."""
         residency = self.residency
         for key, to in list(self._evictions.items()):
             if residency.pool(key[0], residency.entries[key].active) is not pool or not self.may_try(key, to):
@@ -253,7 +252,6 @@ class Transitions:
         return sum(-growth(key, to) for key, to in self._evictions.items() if self.may_try(key, to))
 
     def _evict(self, needed: int) -> None:
-        """Begin demotions that will free `needed` bytes."""
         for key, to in list(self._evictions.items()):
             if needed <= 0:
                 return

@@ -75,7 +75,6 @@ def _foreign(bundle: Bundle) -> Path | None:
 
 
 def _file(bundle: Bundle) -> Path | None:
-    """Return the file of the bundle's record; None for a user without a home."""
     folder = cache_path("checked")
     name = hashlib.sha256(os.fsencode(os.path.realpath(bundle.path))).hexdigest()
     return None if folder is None else folder / f"{name}.json"

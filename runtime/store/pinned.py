@@ -306,7 +306,6 @@ def plan_pieces(
 def _most_wanted(
     sizes: Mapping[File, Mapping[int, int]], wanted: Mapping[File, Sequence[float]], limit: int
 ) -> set[tuple[File, int]]:
-    """Return extents that fit into `limit` bytes, chosen by traffic per byte, as (file, expert)."""
     every = [
         (-wanted[file][e] / size, i, file, e, size)
         for i, (file, of) in enumerate(sizes.items())

@@ -31,33 +31,34 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 
 
 def test_a_family(demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused without its line; with it built, loaded, and the same as the plain model, which runs its own loop."""
-    family = documented("family", "looped_model", tmp_path)
-    config = family.LoopedConfig(
+    """Refused without its line; with it and its file built, loaded, and the same as the plain model's own loop."""
+    family = documented("family", "trio_model", tmp_path)
+    documented("family", "moepack.families.trio", tmp_path, 1)
+    config = family.TrioConfig(
         hidden_size=64, moe_intermediate_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, head_dim=32, vocab_size=4096, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    plain = family.LoopedForCausalLM(config).to(torch.bfloat16).eval()
+    plain = family.TrioForCausalLM(config).to(torch.bfloat16).eval()
     with torch.no_grad():
         for parameter in plain.model.layers[0].mlp.experts.parameters():
             parameter.normal_(0, 0.2)
     plain.save_pretrained(tmp_path / "checkpoint")
     copy_tokenizer(demo_model, tmp_path / "checkpoint")
-    refused = "looped has experts .LoopedExperts. that transformers' experts interface does not run"
+    refused = "trio has experts .TrioExperts. that transformers' experts interface does not run"
     with pytest.raises(InputError, match=refused):
         build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
-    line = next(x for x in PAGES["family"].splitlines() if x.startswith('"looped_model.'))
+    line = next(x for x in PAGES["family"].splitlines() if x.startswith('"trio_model.'))
     monkeypatch.setattr(layouts, "LAYOUTS", {**layouts.LAYOUTS, **eval(f"{{{line}}}")})  # the page's own line
     build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
     ours = moepack.load(tmp_path / "bundle", policy="static:bf16", dtype=torch.float32)
-    plain = family.LoopedForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
+    plain = family.TrioForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
     ids = torch.randint(1, 4000, (2, 12), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         want, got = plain(ids).logits, ours(ids).logits
     # float32 on both sides: sums in another order
     assert float((got - want).norm() / want.norm()) <= 1e-5
-    assert type(plain.model.layers[0].mlp.experts).__name__ == "LoopedExperts", "a plain model keeps its own code"
+    assert type(plain.model.layers[0].mlp.experts).__name__ == "TrioExperts", "a plain model keeps its own code"
     assert type(model_of(config).model.layers[0].mlp.experts).__name__ == "Experts"
 
 
@@ -85,12 +86,12 @@ def test_a_device(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_counts_of_files_are_true() -> None:
-    """Each page names the files that its example touches: a new one, except for a family, and one that is there."""
+    """Each page names the files that its example touches: a new one, and one that is there."""
     for name in ("policy", "quantiser", "family", "device"):
         said = re.search(r"^Touches (?:0 files .*?, else )?(\d+) files?[^:]*?: (.*?)\.$", PAGES[name], re.M | re.S)
         assert said is not None, name
         paths = re.findall(r"`([a-z_/0-9]+\.py)` +\((new|one line)\)", " ".join(said[2].split()))
-        kinds = ["one line"] if name == "family" else ["new", "one line"]
+        kinds = ["new", "one line"]
         assert len(paths) == int(said[1]) and [kind for _, kind in paths] == kinds, name
         assert [(ROOT / path).exists() for path, _ in paths] == [kind != "new" for kind in kinds], name
         row = next(x for x in PAGES["index"].splitlines() if f"({name}.md)" in x)

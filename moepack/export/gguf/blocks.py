@@ -10,10 +10,10 @@ a bit is 1, -d where it is 0, the lowest first. (ggml-common.h, ggml-quants.c)
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from moepack.pack.codec.affine import section_array, wide_scales
 from moepack.pack.codec.bits import bf16_to_float32, from_blocks
@@ -21,13 +21,11 @@ from moepack.pack.encodings.affine import Affine
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
+from ..compressed import matrices_of
 from ..targets import ROTATED
 from ..values import Values
 from ..zeros import extents, zero_points
 from .file import Type, block_of
-
-if TYPE_CHECKING:
-    import torch
 
 Bytes = npt.NDArray[np.uint8]
 BLOCK_1 = block_of(Type.Q1_0)
@@ -50,8 +48,7 @@ def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
         return "no type of GGUF holds its values: there are bf16, w8 (Q8_0), w4 (Q4_0), w1 (Q1_0) and mxfp4"
     if version.rotation is not None:
         return ROTATED
-    matrices = [(f"layer {x.index}, {m.name}", m) for x in bundle.layers for m in x.matrices]
-    for where, m in [(d.module, d.matrix) for d in bundle.manifest.dense] if dense else matrices:
+    for where, m in matrices_of(bundle, dense):
         if m.cols % block_of(kind):
             return f"{where} has {m.cols} columns, not whole blocks of {block_of(kind)}"
     if kind is Type.Q1_0 and version.group_size % BLOCK_1:
@@ -75,7 +72,6 @@ def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
 
 @lru_cache(maxsize=32)
 def _beyond_fp16(bundle: Bundle, version: Version, dense: bool) -> int:
-    """The number of scales that FP16 does not hold."""
     if version.scale_dtype == "F16":
         return 0
     # levels of one bit are half a scale
@@ -98,7 +94,7 @@ def blocks(values: Values, rows: slice, kind: Type) -> Bytes:
     version = values.version
     decoded = values.decoded
     if kind is Type.BF16:
-        return values.weight[rows].contiguous().view(_bits()).numpy().reshape(-1)
+        return values.weight[rows].contiguous().view(torch.uint8).numpy().reshape(-1)
     codes = decoded.codes[rows]
     block = block_of(kind)
     each = codes.reshape(-1, block)
@@ -116,12 +112,6 @@ def blocks(values: Values, rows: slice, kind: Type) -> Bytes:
     else:
         own = _halves(each) if kind is Type.Q4_0 else np.packbits(each, axis=1, bitorder="little")
     return np.concatenate([half.reshape(-1, 1).view(np.uint8), own], axis=1).reshape(-1)
-
-
-def _bits() -> torch.dtype:
-    import torch
-
-    return torch.uint8
 
 
 def _halves(codes: Bytes) -> Bytes:

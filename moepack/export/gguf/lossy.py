@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGUFReader, ReaderTensor, dequantize
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
@@ -24,7 +25,7 @@ from ..report import Lost
 from ..targets import ExportJob
 from ..values import Values
 from .file import Type
-from .llama import MIXES, Blocks, Llama
+from .llama import MIXES, check_llama, quantise
 from .target import Gguf, model_family
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ _AT_ONCE = 1 << 24  # weights that are float32 at a time
 
 @dataclass
 class _Sum:
-    """The running error sums of one kind of matrix."""
-
     squares: float = 0.0
     power: float = 0.0
     types: set[str] = field(default_factory=set)
@@ -60,7 +59,7 @@ class Lossy(Gguf):
 
     def check_model(self, job: ExportJob) -> None:
         """See Target: llama.cpp must be here."""
-        Llama()
+        check_llama()
         super().check_model(job)
 
     def exact(self, job: ExportJob) -> bool:
@@ -79,26 +78,25 @@ class Lossy(Gguf):
             first = work.path(_BETWEEN, names[0])
             split = len(names) > 1
             out = work.path(ExportDirectory.FILES, first.name.partition("-")[0] if split else first.name)
-            Llama().quantise(first, out, self.mix, split, reporter)
+            quantise(first, out, self.mix, split, reporter)
             work.finish(*made)
         return names
 
     def lost(self, job: ExportJob, paths: list[Path], reporter: Reporter) -> Lost:
         """See Target: the squared error against the version, over the version's squares, by kind of matrix."""
-        llama = Llama()
         sums = defaultdict[str, _Sum](_Sum)
         size = 0
-        found = {t.name: t for path in paths for t in llama.tensors(path)}
+        found = {t.name: t for path in paths for t in GGUFReader(path).tensors}
         reporter.stage("measure what is lost", 1 + len(job.bundle.layers))
         reporter.step("outside the experts")
         for theirs, (name, tensor) in self._other(job).items():
             if tensor.type is not Type.F32:
                 for exact, rows in _slices(_dense(job, name)):
-                    _add(sums, llama, found[theirs], exact, rows, tensor.shape[0])
+                    _add(sums, found[theirs], exact, rows, tensor.shape[0])
         for position, layer in enumerate(job.bundle.layers):
             reporter.step(f"layer {layer.index}")
             own = {n: found[n] for n in self._layer(job, position, job.version(position, 0))}
-            size += sum(t.data.size for t in own.values())
+            size += sum(int(t.n_bytes) for t in own.values())
             for e in range(layer.experts):
                 version = job.experts[position][e]
                 for m, values in zip(layer.matrices, Values.of_expert(job.bundle, version, position, e), strict=True):
@@ -106,7 +104,7 @@ class Lossy(Gguf):
                     for part, exact in zip(parts, values.exact.float().numpy().reshape(len(parts), -1), strict=True):
                         t = own[f"blk.{layer.index}.{part}.weight"]
                         rows = range(e, e + 1)
-                        _add(sums, llama, t, exact, rows, layer.experts)
+                        _add(sums, t, exact, rows, layer.experts)
         error = {kind: s.squares / s.power if s.power else 0.0 for kind, s in sums.items()}
         types = {kind: ", ".join(sorted(s.types)) for kind, s in sums.items()}
         return Lost(self.mix, error, types, 8 * size / job.bundle.expert_weights)
@@ -128,7 +126,6 @@ def _dense(job: ExportJob, name: str) -> Tensor:
 
 
 def _slices(whole: Tensor) -> Iterator[tuple[npt.NDArray[np.float32], range]]:
-    """Some rows at a time."""
     step = max(1, _AT_ONCE // whole.shape[1])
     for start in range(0, whole.shape[0], step):
         rows = range(start, min(start + step, whole.shape[0]))
@@ -136,12 +133,12 @@ def _slices(whole: Tensor) -> Iterator[tuple[npt.NDArray[np.float32], range]]:
 
 
 def _add(
-    sums: defaultdict[str, _Sum], llama: Llama, t: Blocks, exact: npt.NDArray[np.float32], rows: range, count: int
+    sums: defaultdict[str, _Sum], t: ReaderTensor, exact: npt.NDArray[np.float32], rows: range, count: int
 ) -> None:
-    """Compare some of a tensor's `count` rows or experts."""
-    each = t.data.size // count
-    got = llama.dequantise(t.type, t.data[rows.start * each : rows.stop * each], exact.size)
+    lines = t.data.reshape(-1, t.data.shape[-1])
+    each = len(lines) // count
+    got = dequantize(lines[rows.start * each : rows.stop * each], t.tensor_type).reshape(-1)
     own = sums[t.name.removesuffix(".weight").rpartition(".")[2]]
     own.squares += float(np.square(got - exact).sum(dtype=np.float64))
     own.power += float(np.square(exact).sum(dtype=np.float64))
-    own.types.add(t.type.upper())
+    own.types.add(t.tensor_type.name)

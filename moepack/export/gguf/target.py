@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
+import torch
 
 from moepack.pack.errors import InputError
-from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.shared.progress import Reporter
@@ -21,9 +21,6 @@ from . import blocks
 from .file import Metadata, Tensor, Type, open_files, size_of
 from .names import Family, family_of, settings
 from .tokens import tokenizer
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Gguf(Target):
 
     def check_model(self, job: ExportJob) -> None:
         """See Target."""
-        settings(str(job.bundle.path), model_family(job), _config(job))
+        settings(str(job.bundle.path), model_family(job), own_config(job.bundle))
         for layer in job.bundle.layers:
             if any(m.bias for m in layer.matrices):
                 raise InputError(f"--to gguf: {job.bundle.path}: its experts have biases, which are not known here")
@@ -75,7 +72,6 @@ class Gguf(Target):
         return out
 
     def _other(self, job: ExportJob) -> dict[str, tuple[str, Tensor]]:
-        """The tensors outside the experts: their names in the bundle, by those in the file."""
         family = model_family(job)
         dense = job.bundle.dense()
         out = dict[str, tuple[str, Tensor]]()
@@ -135,7 +131,7 @@ class Gguf(Target):
             elif tensor.type is Type.F32:
                 files.put(theirs, blocks.plain(dense.numpy(name).astype(np.float32)))
             else:
-                own = dense.torch(name, mapped=True).view(-1).view(_bits()).numpy()
+                own = dense.torch(name, mapped=True).view(-1).view(torch.uint8).numpy()
                 files.put(theirs, blocks.plain(own))
         for position, layer in enumerate(job.bundle.layers):
             reporter.step(f"layer {layer.index}")
@@ -162,23 +158,13 @@ class Gguf(Target):
             each(write, layer.experts)
 
 
-def _bits() -> torch.dtype:
-    import torch
-
-    return torch.uint8
-
-
-def _config(job: ExportJob) -> JsonObject:
-    return own_config(job.bundle)
-
-
 def model_family(job: ExportJob) -> Family:
     """Return llama.cpp's description of the job's model. Raises InputError for a model without one."""
-    return family_of(str(job.bundle.path), _config(job))
+    return family_of(str(job.bundle.path), own_config(job.bundle))
 
 
 def _metadata(job: ExportJob) -> Metadata:
-    config = _config(job)
+    config = own_config(job.bundle)
     keys = settings(str(job.bundle.path), model_family(job), config)
     return keys | (tokenizer(job.bundle.path, config["vocab_size"]) or {"tokenizer.ggml.model": "none"})
 

@@ -1,1 +1,1 @@
-"""Dry runs: what a build will take, measured on the checkpoint, or worked out before its weights are here."""
+"""Dry runs: what a build will take."""

@@ -1,7 +1,6 @@
 """Estimate a build's cost before it runs, and before its checkpoint's weights are here.
 
-The work is in dryrun/. With all weights in place every expert is encoded, and a batch runs through the first layers.
-Without them, shapes and the released format are enough: of headers on the Hub, or of config.json alone.
+Shapes and the released format are enough: of a checkpoint, of headers on the Hub, or of config.json alone.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moepack.pack.writer import check_target, existing
 from moepack.reports.doctor import disk_rates
@@ -26,14 +24,8 @@ from ..recipe import Recipe, load_recipe
 from ..released import announce
 from ..start import calibration_text, named, window_shape
 from ..work import check_work
-from .ahead import OutlineRun
 from .report import Estimate, render
 from .walk import DryRun
-
-if TYPE_CHECKING:
-    import torch
-
-    from moepack.calibrate.checkpoint import Checkpoint
 
 __all__ = ["Estimate", "estimate", "render"]
 
@@ -73,18 +65,21 @@ def estimate(
         outline = open_outline(checkpoint, revision)
         opened = outline.checkpoint if outline is not None else open_checkpoint(checkpoint, revision)
     stream = StreamedModel(opened, device)
-    native = None if outline is None else outline.native or stream.native
+    native = None
+    if outline is not None:
+        native = outline.native or stream.native
+        outline = replace(outline, native=native)
     recipe, dense = named(stream, recipe, reporter, native)
     carried = announce(stream, recipe, [m for part in dense.values() for m in part], reporter)
-    ids = _windows(opened, recipe, calibration, outline is not None)
-    needs = needs_of(stream, recipe, len(ids), ids.shape[1], dense, bounded=memory is not None)
+    shape = window_shape(opened, recipe)
+    if outline is None:
+        windows, length = calibration_text(opened, recipe, calibration)[1].ids.shape
+        shape = windows, length
+    needs = needs_of(stream, recipe, *shape, dense, bounded=memory is not None)
     how = place(needs, recipe.calibration.batch_size, memory)
-    arguments = stream, recipe, dense, ids, reporter, needs, how
-    run = DryRun(*arguments) if outline is None or native is None else OutlineRun(outline, native, *arguments)
+    run = DryRun(stream, outline, recipe, dense, shape, reporter, needs, how)
     run.seconds["start"] = time.perf_counter() - began
     folder = existing(Path(output).absolute().parent)
-    if how.experts_on_disk:
-        stream.experts_in = folder if work is None else existing(Path(work).absolute())
     reporter.stage("dry run", run.layers + 2)
     reporter.step("outside the layers")
     run.outside()
@@ -95,12 +90,3 @@ def estimate(
     reporter.step("disk")
     linked = work is None or existing(Path(work).absolute()).stat().st_dev == folder.stat().st_dev
     return replace(run.result(disk_rates(folder), work is not None, linked), carried_bytes=carried)
-
-
-def _windows(opened: Checkpoint, recipe: Recipe, calibration: Sequence[str | Path], shape_only: bool) -> torch.Tensor:
-    """The windows' ids; zeros of the shape that the recipe names where no text is read."""
-    import torch
-
-    if not shape_only:
-        return calibration_text(opened, recipe, calibration)[1].ids
-    return torch.zeros(window_shape(opened, recipe), dtype=torch.int64)

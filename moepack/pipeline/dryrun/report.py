@@ -28,7 +28,7 @@ class Estimate:
     checkpoint_bytes: int = 0  # of the checkpoint's tensors as released; 0 where nothing tells
     carried_bytes: int = 0  # of tensors that the bundle keeps as they are for `moepack export` alone, exact
     # What tells the shapes where the weights were not read ("config.json alone"); empty if they were. Bytes of
-    # entropy-coded versions and all times are then approximate, and dense tensors count as BF16.
+    # entropy-coded versions are then approximate.
     outline: str = ""
 
 

@@ -51,8 +51,6 @@ class Traffic:
 
 @dataclass
 class _LayerInFlight:
-    """A part of the model that was submitted and is not finished."""
-
     work: LayerWork
     advance: Advance
     put: dict[int | None, object] = field(default_factory=dict)  # group of dense matrices (None: experts) -> reference
@@ -155,7 +153,6 @@ class OnRay:
     def _remote(
         self, function: Callable[..., object], options: Mapping[str, object], what: object, *more: object
     ) -> Iterator[object]:
-        """Start a generator function as a Ray task, and return the task."""
         self.traffic.orders += len(pickle.dumps((what, self._probe)))
         task = self._ray.remote(function).options(num_returns="streaming", max_retries=RETRIES, **options)
         made: Iterator[object] = task.remote(what, self._source, self._probe, *more)
@@ -242,12 +239,10 @@ class OnRay:
 
 
 def _group(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs) -> int | None:
-    """The group of dense matrices whose moments a task reads; None for an expert batch."""
     return inputs.moments.group[task.matrix.module] if inputs.moments and isinstance(task, RowShardTask) else None
 
 
 def _sent(task: RowShardTask | ExpertBatchTask, inputs: LayerInputs) -> SharedTensors:
-    """The tensors that a task needs besides weights."""
     if isinstance(task, RowShardTask):
         assert inputs.moments is not None
         return SharedTensors.of(*inputs.moments.of(task.matrix.module))

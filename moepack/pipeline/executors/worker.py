@@ -165,7 +165,6 @@ def finish_layer(
 
 @functools.lru_cache(maxsize=1)
 def _stream(path: str) -> StreamedModel:
-    """Open the checkpoint's skeleton, and keep it for the worker's next task."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.stream import StreamedModel
     from moepack.shared.memory import bound_kernel_caches

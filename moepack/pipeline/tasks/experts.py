@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from moepack.pack.codec.bits import Buffer
-from moepack.pack.errors import InputError
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import Version, lossy
 from moepack.quantize import methods
@@ -101,40 +99,6 @@ def observation_digest(observation: Observation) -> str:
     return digest.hexdigest()
 
 
-def exact_extent(
-    version: Version, weights: ExpertWeights, expert: int, threads: int | None = None
-) -> tuple[Buffer, int]:
-    """Encode an expert losslessly, on `threads` threads or all cores; return the extent and its unpadded size."""
-    from moepack.calibrate.experts import bits_of
-    from moepack.pack.codec.lossless import LosslessMatrix
-
-    values = []
-    for m in range(len(weights.layer.matrices)):
-        bias = weights.bias(expert, m)
-        values.append(LosslessMatrix(bits_of(weights.matrix(expert, m)), None if bias is None else bits_of(bias)))
-    return version.encode(weights.layer.matrices, values, threads)
-
-
-def released_extent(
-    version: Version,
-    native: Sequence[NativeWeight],
-    weights: ExpertWeights,
-    expert: int,
-    threads: int | None = None,
-) -> tuple[Buffer, int]:
-    """Encode an expert as it was released, on `threads` threads or all cores; return the extent and its unpadded size.
-
-    `native` has the codes and scales of both matrices, of this expert alone; `expert` is its index in `weights`, whose
-    biases are kept.
-    """
-    from moepack.calibrate.native import expert_as_released
-
-    try:
-        return version.encode(weights.layer.matrices, expert_as_released(native, weights, expert), threads)
-    except ValueError as error:
-        raise InputError(f"{version.name} cannot hold an expert of layer {weights.layer.index}: {error}") from None
-
-
 def no_codes(what: object) -> NoReturn:
     """Stand for a reader of codes where no version holds them."""
     raise AssertionError(f"no version holds the codes of {what}")
@@ -160,6 +124,7 @@ def make_expert_batch(
 
     from moepack.calibrate.experts import bits_of
     from moepack.calibrate.gather import gather_batch
+    from moepack.calibrate.native import expert_extent
     from moepack.quantize.expert_batch import quantise_batch
     from moepack.quantize.pooling import MEASURED, PARTS, measured_row
 
@@ -174,7 +139,8 @@ def make_expert_batch(
         for version in exact:
             if version.released:  # an expert at a time: a byte a weight
                 for i, e in enumerate(task.experts):
-                    made.add(version.name, *released_extent(version, native(range(e, e + 1)), weights, i, threads))
+                    codes = native(range(e, e + 1))
+                    made.add(version.name, *expert_extent(version, weights, i, codes, threads))
         batch = gather_batch(module, weights, task.experts, observation, task.settings, device)
         quantised = [names.index(v.name) for v in task.settings.versions]
         for i, row in enumerate(quantise_batch(batch, task.settings)):
@@ -183,7 +149,7 @@ def make_expert_batch(
             biases = [None if b is None else bits_of(b) for b in (weights.bias(i, m) for m in range(len(matrices)))]
             for version in exact:
                 if not version.released:
-                    made.add(version.name, *exact_extent(version, weights, i, threads))
+                    made.add(version.name, *expert_extent(version, weights, i, threads=threads))
             for item in row:
                 what = f"{weights.layer.module}: expert {item.expert} at {item.version.name}"
                 found = (getattr(x.loss, part) for x in (item.own, item.others) for part in PARTS)

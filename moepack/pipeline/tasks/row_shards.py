@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from moepack.pack.codec.bits import Bf16Bits, Buffer
-from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.spec import DenseMatrix, Matrix, Version, lossy
 from moepack.quantize import methods
 
@@ -115,6 +113,8 @@ def make_row_shard(
     """
     import torch
 
+    from moepack.calibrate.experts import bits_of
+    from moepack.calibrate.native import dense_extent
     from moepack.quantize.dense_matrix import quantise_rows
 
     weight, bias = (tensors.get(f"{task.matrix.module}.{name}") for name in ("weight", "bias"))
@@ -122,19 +122,17 @@ def make_row_shard(
     own = (task.shard,)
     at = slice(task.rows.start, task.rows.stop)
     rows = weight[at].to(torch.bfloat16)
-    bits = None if bias is None else bits_of(bias[at])
+    bias = None if bias is None else bias[at].to(torch.bfloat16)
+    bits = None if bias is None else bits_of(bias)
     made = TaskResult({}, {}, {k: torch.zeros(1, len(task.versions), dtype=torch.float64) for k in ("error", "power")})
     made.losses["method"] = torch.zeros(1, len(task.versions), dtype=torch.uint8)
     wanted = lossy(task.versions)
     threads = threads_on(device)
     with fixed_threads():
         for version in task.versions:
-            if version.released:
-                made.add(
-                    version.name, *released_matrix(version, task.matrix, native(task.matrix.module), bias, threads)
-                )
-            elif version not in wanted:
-                made.add(version.name, *exact_matrix(version, task.shard, rows, bits, threads))
+            if version not in wanted:
+                codes = native(task.matrix.module) if version.released else None
+                made.add(version.name, *dense_extent(version, task.shard, rows, bias, codes, threads))
         if wanted:
             moments = learn.to(device), held.to(device)
             done = quantise_rows(rows.to(device, torch.float32), *moments, task.method, wanted, task.zeros)
@@ -145,35 +143,3 @@ def make_row_shard(
                 made.losses["error"][0, column], made.losses["power"][0, column] = loss.error, loss.power
                 made.losses["method"][0, column] = methods.numbered().index(loss.method)
     return made
-
-
-def exact_matrix(
-    version: Version, matrix: Matrix, weight: torch.Tensor, bias: Bf16Bits | None, threads: int | None = None
-) -> tuple[Buffer, int]:
-    """Encode a matrix losslessly, on `threads` threads or all cores; return the extent and its unpadded size."""
-    return version.encode((matrix,), [LosslessMatrix(bits_of(weight), bias)], threads)
-
-
-def released_matrix(
-    version: Version,
-    described: DenseMatrix,
-    native: NativeWeight | None,
-    bias: torch.Tensor | None,
-    threads: int | None = None,
-) -> tuple[Buffer, int]:
-    """Encode a matrix and its bias as the checkpoint has them, in the version for that, on `threads` threads or all
-    cores; return the extent and its unpadded size."""
-    from moepack.calibrate.native import as_released
-
-    assert native is not None, f"{described.module} is not encoded"
-    value = as_released(native, None, None if bias is None else bias.bfloat16())
-    return version.encode((described.matrix,), [value], threads)
-
-
-def bits_of(tensor: torch.Tensor) -> Bf16Bits:
-    """Round a tensor to BF16, and return its bits."""
-    import torch
-
-    from moepack.calibrate import experts
-
-    return experts.bits_of(tensor.to(torch.bfloat16))

@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import AttentionMaskInterface
 
+from moepack.runtime.dense.latent import Latents, expanded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
 
 from .prefixes import CHUNK, Chunk, Prefixes
@@ -332,17 +333,20 @@ class PackedKvCache(Cache, PackedCache):
             held.end = end
         return keys, values
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, scaling: float | None, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor | Latents, scaling: float | None, sinks: Tensor | None
+    ) -> Tensor:
         """Attend within each row, queries over the row's keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
         layer = module.layer_idx
-        expand = getattr(module, "expand_kv", None)
+        window = self.windows[layer]
+        expand = hasattr(module, "expand_kv")
+        latents = key if isinstance(key, Latents) else None
         passed = self._passed[layer]
-        if passed is None or (expand is None and key is not passed[0]):
+        if passed is None or (not expand and key is not passed[0]):
             raise NotPackable(f"{type(module).__name__} changes what its cache returns")
         if self.table is not None:
             one = self._parts[0].of.row.layers[layer]
-            window = self.windows[layer]
-            made = None if expand is not None else self.table.attend(layer, query, one, scaling, window, sinks)
+            made = None if expand else self.table.attend(layer, query, one, scaling, window, sinks)
             if made is not None:
                 return made
             self.table.by_address = True
@@ -351,9 +355,17 @@ class PackedKvCache(Cache, PackedCache):
             held = part.of.row.layers[layer]
             k = _given(held.keys)[:, :, : held.end]
             v = _given(held.values)[:, :, : held.end]
-            if expand is not None:
-                k, v = expand(k, v)
-            out.append(_attend(query[:, :, part.span], k, v, scaling, self.windows[layer], sinks))
+            asked = query[:, :, part.span]
+            made = None
+            if latents is not None and scaling is not None and window is None and sinks is None:
+                row = latents.over(k, v)
+                made = row.attend(asked, None, scaling)
+                if made is None:
+                    made = row.by_heads(_expanded, module, asked, None, {"scaling": scaling})
+            if made is None:
+                k, v = expanded(module, k, v) if expand else (k, v)
+                made = _attend(asked, k, v, scaling, window, sinks)
+            out.append(made)
         return torch.cat(out, dim=1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -427,6 +439,13 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
     return out.transpose(1, 2)
 
 
+def _expanded(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, None]:
+    """Attend over a row's expanded latents, as `Latents.by_heads` asks for it."""
+    return _attend(query, key, value, scaling, None, None), None
+
+
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, mask: Tensor | None, sinks: Tensor) -> Tensor:
     """Attend with one learnt logit a head in the softmax (gpt-oss), as transformers' eager attention does."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
@@ -460,6 +479,7 @@ def _no_mask(**_: object) -> None:
     """Make no mask: each sequence reads its own cache."""
 
 
+_attention.takes_latents = True  # type: ignore[attr-defined]
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _no_mask)
 

@@ -199,6 +199,25 @@ static inline uint16_t narrow(float value) { /* to nearest, ties to even; NaN st
     return (uint16_t)((word + 0x7FFF + (word >> 16 & 1)) >> 16);
 }
 
+/* e^x of x <= 0, within 2 units in the last place; 0 below -87. A loop of it becomes vector code, one of expf does not.
+ * x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial in r is that of the Cephes library's expf. */
+static inline __attribute__((always_inline)) float exponential(float given) {
+    const float x = given > -87.0f ? given : -87.0f;
+    const float n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* adding 1.5 * 2^23 rounds to a whole number */
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float y = 1.9875691500e-4f;
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    const union {
+        int32_t bits;
+        float value;
+    } power = {.bits = (int32_t)((uint32_t)((int32_t)n + 127) << 23)};
+    return given > -87.0f ? (y * r * r + r + 1.0f) * power.value : given != given ? given : 0.0f;
+}
+
 static inline float outer_of(const Form *f, const uint8_t *base, int64_t row) { /* the second scale of a row's block */
     return ((const float *)(base + f->outer))[row / BLOCK];
 }
@@ -244,8 +263,9 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
 /* The most bytes of an arena that n jobs of `slots` slots in `tasks` tasks take. */
 size_t moepack_direct_kept(const Gemm *m, int64_t slots, int64_t n, int64_t tasks);
 
-/* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c. */
+/* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c and attention.c, which has one for AVX-512 BF16 too (3). */
 void moepack_small_level(int level);
+void moepack_attend_level(int level);
 
 /* Use tiles up to `limit`, which the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns the level in use. */
 int moepack_tiles_level(int limit);

@@ -33,7 +33,9 @@ int moepack_affine_level(int limit) {
     if (best >= ISA_AVX512_VNNI) moepack_fixed = &moepack_fixed_vnni;
 #endif
     moepack_fp8[1] = best >= ISA_AVX512_BF16 ? &moepack_fp8_bf16 : moepack_fp8[0];
-    moepack_small_level(best < ISA_AVX2 ? 0 : best < ISA_AVX512 ? 1 : 2);
+    const int vectors = best < ISA_AVX2 ? 0 : best < ISA_AVX512 ? 1 : 2;
+    moepack_small_level(vectors);
+    moepack_attend_level(best < ISA_AVX512_BF16 ? vectors : 3);
     const int below = (int)least(best, ISA_AVX512_VNNI);
     return below + moepack_tiles_level(best - below);
 }

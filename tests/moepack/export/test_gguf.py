@@ -315,9 +315,9 @@ def test_llama_cpp_ends_with_its_export(tmp_path: Path) -> None:
     """A killed export leaves nothing behind that writes into its directory."""
     fake(tmp_path / "lib", "b''", "open(target, 'w').write(str(os.getpid())); time.sleep(60)")
     code = (
-        "import sys; from pathlib import Path; from moepack.export.gguf.llama import Llama; "
+        "import sys; from pathlib import Path; from moepack.export.gguf.llama import quantise; "
         "from moepack.shared.progress import Reporter; sys.path.insert(0, sys.argv[1]); p = Path(sys.argv[2]); "
-        "Llama().quantise(p, p, 'Q4_K_M', False, Reporter())"
+        "quantise(p, p, 'Q4_K_M', False, Reporter())"
     )
     pid = tmp_path / "pid"
     with subprocess.Popen(
@@ -340,7 +340,7 @@ def test_lossy_is_named_and_refused(of_zeros: Made, tmp_path: Path, monkeypatch:
     refused(asked("IQ1_S", "--to", "gguf", "--bits", "4"), known)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4"), "llama.cpp quantises, and is not here. Run: pip install ")
-    monkeypatch.setattr("moepack.export.gguf.lossy.Llama", lambda: None)
+    monkeypatch.setattr("moepack.export.gguf.lossy.check_llama", lambda: None)
     refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4", "--dry-run"), "--dry-run and --lossy: ")
     refused(asked("Q4_K_M", "--to", "gguf", "--fit", "4MB"), "--fit and --lossy: ")
     assert list(tmp_path.iterdir()) == []

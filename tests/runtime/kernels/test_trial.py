@@ -107,7 +107,8 @@ def test_a_wrong_form_is_named(bits: int, group: int, last: bool, forms: int, pl
 
 @pytest.mark.parametrize(
     ("function", "says"),
-    [("moepack_affine_unpack", "unpacked to"), ("moepack_affine_attend", "attention"), ("moepack_rotate", "rotation"),
+    [("moepack_affine_unpack", "unpacked to"), ("moepack_affine_attend", "attention over 37"),
+     ("moepack_affine_heads", "heads' products, lifted"), ("moepack_rotate", "rotation"),
      ("moepack_affine_combine", "weighted sums")],
 )  # fmt: skip
 def test_a_function_that_does_nothing_is_found(function: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,135 @@
+"""One attention layer's time for a decoded token, by depth of the context: its family's own code, and ours.
+
+    python -m benchmarks.depth [--quick]
+
+Layers have the released models' shapes and random BF16 weights. Both sides run on one thread and take turns in one run;
+times are medians of processor time, which other programs on the machine do not lengthen. The prompt before is filled in
+at random: attention reads it all the same. The bytes are those of the layer's weights and of its cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from benchmarks.common import Row, Target, arguments, finish
+from moepack.runtime.dense import linears
+from moepack.runtime.dense.borrowed import serve_attention
+from moepack.runtime.dense.latent import serve_latents
+from moepack.runtime.dense.norms import serve_norms
+from moepack.runtime.dense.projections import serve_projections
+from moepack.runtime.kv.growing import grow_in_place
+
+ROUNDS = 9
+COLUMNS = ("layer", "depth", "own ms", "ours ms", "own / ours", "MB", "GB/s")
+COMMON = {"num_hidden_layers": 1, "vocab_size": 64, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0}
+COMMON |= {"hidden_size": 2048, "moe_intermediate_size": 32, "max_position_embeddings": 65536}
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-30B-A3B, grouped": (
+        "qwen3_moe",
+        {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 4},
+    ),
+    "DeepSeek-V2-Lite, latent": (
+        "deepseek_v3",
+        {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+
+
+def served(model: Any) -> Any:
+    """Let the kernels run the model's dense half, as loading a bundle does."""
+    experts = [SimpleNamespace(module=name) for name, _ in model.named_modules() if name.endswith(".experts")]
+    bundle: Any = SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=()))
+    linears.serve(model, bundle, (), compiled=True)
+    serve_norms(model)
+    serve_attention(model)
+    serve_latents(model)
+    serve_projections(model)
+    return model
+
+
+def filled(model: Any, depth: int) -> Any:
+    """A cache of `depth` tokens of random keys and values, as this layer's code keeps them."""
+    cache = DynamicCache(config=model.config)
+    module = model.model.layers[0].self_attn
+    x = torch.randn(1, 2, model.config.hidden_size).bfloat16()
+    turn = model.model.rotary_emb(x, torch.arange(2)[None])
+    with torch.no_grad():
+        module(hidden_states=x, position_embeddings=turn, attention_mask=None, cache=cache)
+    layer: Any = cache.layers[0]
+    layer.keys, layer.values = (
+        torch.randn(*t.shape[:2], depth, t.shape[3]).bfloat16() for t in (layer.keys, layer.values)
+    )
+    return cache
+
+
+def measured(name: str, depths: Sequence[int]) -> list[Row]:
+    """The layer's rows, by depth."""
+    kind, facts = LAYERS[name]
+    torch.manual_seed(0)
+    own: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **facts), dtype=torch.bfloat16)
+    sides = {"own": own.eval(), "ours": served(copy.deepcopy(own)).eval()}
+    rows = []
+    for depth in depths:
+        caches = {side: filled(model, depth) for side, model in sides.items()}
+        grow_in_place(caches["ours"], depth + ROUNDS)
+        x = torch.randn(1, 1, own.config.hidden_size).bfloat16()
+        turn = own.model.rotary_emb(x, torch.tensor([[depth]]))
+        took: dict[str, list[float]] = {side: [] for side in sides}
+        for _ in range(ROUNDS):
+            for side, model in sides.items():
+                module = model.model.layers[0].self_attn
+                began = time.process_time()
+                with torch.no_grad():
+                    module(hidden_states=x, position_embeddings=turn, attention_mask=None, cache=caches[side])
+                took[side].append(1e3 * (time.process_time() - began))
+        held: Any = caches["ours"].layers[0]
+        weights = sum(p.nbytes for p in own.model.layers[0].self_attn.parameters())
+        size = weights + held.keys.nbytes + held.values.nbytes
+        ms = {side: statistics.median(times) for side, times in took.items()}
+        ratio = statistics.median(a / b for a, b in zip(took["own"], took["ours"], strict=True))
+        rows.append(
+            {"layer": name, "depth": depth, "own ms": ms["own"], "ours ms": ms["ours"], "own / ours": ratio}
+            | {"MB": size / 1e6, "GB/s": size / 1e6 / ms["ours"]}
+        )
+    return rows
+
+
+def main() -> int:
+    """Print the table; the exit status is 1 if a target is missed."""
+    args = arguments(__doc__).parse_args()
+    torch.set_num_threads(1)
+    depths = (72, 1024) if args.quick else (72, 1024, 4096, 16384)
+    rows = [row for name in LAYERS for row in measured(name, depths)]
+    last = [row for row in rows if row["depth"] == depths[-1]]
+    targets = [
+        Target(f"{row['layer']}, own over ours at {row['depth']:,}", row["own / ours"], 1.0, "higher") for row in last
+    ]
+    if not args.quick:
+        latent = next(row for row in last if "latent" in row["layer"])
+        targets.append(Target("latent, own over ours at 16,384", latent["own / ours"], 10.0, "higher"))
+    finish("A decoded token of one attention layer, one thread", COLUMNS, rows, targets, args.json)
+    return int(not all(target.met for target in targets) and not args.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

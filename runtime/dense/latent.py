@@ -1,0 +1,329 @@
+"""Attention of latent layers (DeepSeek's, Kimi's) over the latents themselves, on a CPU.
+
+The cache of such a layer holds one latent vector c a token, and a map `kv_b_proj` makes keys and values of all heads
+from it. A family's code makes them anew for the whole context at every step. But a score q (W_k c) is also (W_k^T q) c.
+So each head lifts its queries by its part of the map, scores and sums are computed over the latents in the cache, and
+the values' part of the map is applied to the sums (DeepSeek-V2, arXiv 2405.04434, section 2.1.2). For many new tokens
+it costs less to expand the latents; that is done for some heads at a time.
+
+In such a module `expand_kv` returns unexpanded `Latents`, and the attention function decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix, of_packed
+from moepack.runtime.kernels.dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
+from moepack.runtime.step.context import current
+
+from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_attention
+from .linears import FamilyModule, in_place_of, learns
+from .packed import PackedLinear
+from .values import Changed, ReadValues
+
+MAP = "kv_b_proj"
+EXPANDED = 64 << 20  # bytes of expanded keys and values at a time; one head's at least
+SCORES = 16 << 20  # numbers of float32 scores at a time
+# New tokens from which expanding costs less, as a share of what makes both equal in multiplications: the kernel for
+# few tokens multiplies in float32, torch's products of expanded latents in BF16. Measured on Zen 4: 0.3 to 0.5.
+SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Latents:
+    """Keys and values of a latent layer, not yet expanded. It takes the place of both in a family's code."""
+
+    module: FamilyModule
+    of: LatentMap
+    latent: Tensor  # [batch, 1, length, rank]
+    turned: Tensor  # [batch, 1, length, rotated]: the part of the keys that all heads share
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the expanded keys."""
+        batch, _, length, turned = self.turned.shape
+        return torch.Size((batch, self.of.heads, length, self.of.first + turned))
+
+    def expanded(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all heads, as the family's own code makes them."""
+        return expanded(self.module, self.latent, self.turned)
+
+    def over(self, latent: Tensor, turned: Tensor) -> Latents:
+        """Return other latents of the same layer."""
+        return replace(self, latent=latent, turned=turned)
+
+    def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor | None:
+        """Attention of a sequence's last tokens, [batch, tokens, heads, second]; None if it must be expanded.
+
+        Args:
+            query: [batch, heads, tokens, first + rotated], of the latents' dtype.
+            mask: bool [batch, 1, tokens, length]; None if each token sees the tokens up to its own.
+        """
+        of = self.of
+        if query.shape[2] > of.most_absorbed(query.shape[3] - of.first):
+            return None
+        if query.dtype == torch.bfloat16 and of.kernel is not None:
+            return self._by_kernel(of.kernel, query, mask, scaling)
+        if query.dtype == torch.float32 and query.shape[1] * query.shape[2] * self.latent.shape[2] <= SCORES:
+            return self._by_torch(query, mask, scaling)
+        return None
+
+    def _by_kernel(self, maps: HeadMatrices, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        first = self.of.first
+        rank = self.latent.shape[3]
+        apart = query[..., :first].transpose(1, 2).reshape(batch * tokens, heads, first)
+        lifted = maps.lift(apart).view(batch, tokens, heads, rank).transpose(1, 2)
+        keys = self.latent, self.turned
+        summed = attend((lifted, query[..., first:]), keys, self.latent, scaling, mask=mask)
+        lowered = maps.lower(summed.view(batch * tokens, heads, rank))
+        return lowered.view(batch, tokens, heads, -1)
+
+    def _by_torch(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        of = self.of
+        length = self.latent.shape[2]
+        tokens = query.shape[2]
+        weights = of.weights(query.dtype)
+        latent = self.latent[:, 0]
+        lifted = torch.einsum("bhtn,rhn->bhtr", query[..., : of.first], weights[..., : of.first])
+        scores = torch.einsum("bhtr,blr->bhtl", lifted, latent)
+        scores += torch.einsum("bhtn,bln->bhtl", query[..., of.first :], self.turned[:, 0])
+        scores *= scaling
+        if mask is None:
+            mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril_(length - tokens)
+        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
+        summed = torch.einsum("bhtl,blr->bthr", torch.softmax(scores, dim=-1), latent)
+        return torch.einsum("bthr,rhv->bthv", summed, weights[..., of.first :])
+
+    def by_heads(self, found: Attention, module: Any, query: Tensor, mask: Tensor | None, given: Any) -> Tensor:
+        """Return attention by the function `found` over expanded latents, some heads at a time, as `attend` does."""
+        of = self.of
+        batch, _, length, turned = self.turned.shape
+        bytes_a_head = batch * length * (2 * of.first + turned + 2 * of.second) * query.element_size()
+        some = max(1, min(of.heads, EXPANDED // max(1, bytes_a_head)))
+        out = []
+        flat = self.latent.reshape(batch * length, -1)
+        for head in range(0, of.heads, some):
+            heads = min(some, of.heads - head)
+            made = flat.new_empty(len(flat), heads * of.each)
+            multiply(flat, of.rows(head * of.each), made)
+            split = made.view(batch, length, heads, of.each).transpose(1, 2)
+            shared = self.turned.expand(-1, heads, -1, -1)
+            keys = torch.cat((split[..., : of.first], shared), dim=-1)
+            asked = query[:, head : head + heads]
+            out.append(found(module, asked, keys, split[..., of.first :], mask, **given)[0])
+        return torch.cat(out, dim=2)
+
+
+class LatentMap:
+    """A module's map from latents to the keys and values of all heads."""
+
+    def __init__(self, module: FamilyModule) -> None:
+        """Read the sizes of a module; raise ValueError or AttributeError for one whose map is of another kind."""
+        found = module._modules[MAP]
+        self.first: int = module.qk_nope_head_dim  # numbers of a head's key that it makes
+        self.second: int = module.v_head_dim
+        self.each = self.first + self.second
+        self.rank: int = found.in_features
+        self.heads = found.out_features // self.each
+        self._map = found
+        packed = isinstance(found, PackedLinear)
+        bias = found.matrix.bias if packed else found.bias is not None
+        if bias or self.heads * self.each != found.out_features or (packed and found.version.rotation is not None):
+            raise ValueError(f"{MAP} is no plain matrix for each head")
+        self.kernel = self._kernel()
+
+    def _kernel(self) -> HeadMatrices | None:
+        """Return what the kernels read; None if they cannot."""
+        found = self._map
+        if isinstance(found, PackedLinear):
+            if found.group is None:
+                return None
+            matrix = found.group.matrices((found.which,)).matrices[0]
+        elif found.weight.dtype == torch.bfloat16 and found.weight.is_contiguous():
+            matrix = KernelMatrix(PLAIN_FORM, found.out_features, found.in_features, found.weight.detach())
+        else:
+            return None
+        return HeadMatrices(matrix, self.heads, self.first, self.second)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether the module's map is the same, at its address, and nothing was put before or after it."""
+        found: Any = module._modules[MAP]
+        if found is not self._map or found._forward_hooks or found._forward_pre_hooks or "forward" in found.__dict__:
+            return False
+        if isinstance(found, PackedLinear):
+            return True
+        return self.kernel is None or found.weight.data_ptr() == self.kernel.of.data.data_ptr()
+
+    def most_absorbed(self, rotated: int) -> int:
+        """Return the most new tokens for which latents are not expanded."""
+        absorbed = 2 * self.rank + rotated
+        expanded = self.each + rotated
+        if absorbed <= expanded:
+            return 1 << 30
+        return int(SHARE * self.rank * self.each / (absorbed - expanded))
+
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """Return the map, [rank, heads, first + second]."""
+        made: Tensor = self.rows(0)(0, self.heads * self.each, dtype).unflatten(1, (self.heads, self.each))
+        return made
+
+    def rows(self, start: int) -> Weights:
+        """Return the function by which `multiply` reads rows from row `start` on."""
+        found = self._map
+        if not isinstance(found, PackedLinear):
+            return of_matrix(found.weight.detach()[start:])
+        if found.group is None:
+            return of_matrix(found.weights(torch.float32)[start:])
+        group = found.group.matrices((found.which,))
+        threads = torch.get_num_threads()
+        return of_packed(self.rank, lambda tile, first: group.unpack(0, tile, start + first, threads))
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+def expanded(module: FamilyModule, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all heads, [batch, heads, length, ...], by the family's own code."""
+    kind = type(module)
+    made: tuple[Tensor, Tensor] = getattr(kind, "_moepack_expand", kind.expand_kv)(module, latent, turned)
+    return made
+
+
+def _expand(self: FamilyModule, latent: Tensor, turned: Tensor) -> tuple[Any, Any]:
+    """Return the latents in place of keys and values, if the attention function may take them so; else expand them."""
+    of: LatentMap | None = self._moepack_latent
+    kept = (
+        of is not None
+        and latent.device.type == "cpu"
+        and latent.dim() == turned.dim() == 4
+        and latent.shape[1] == turned.shape[1] == 1
+        and latent.stride(3) == turned.stride(3) == 1
+        and not torch.compiler.is_compiling()
+        and not learns(latent, turned, *self._modules[MAP].parameters())
+        and of.holds(self)
+    )
+    if not kept or of is None:
+        return expanded(self, latent, turned)
+    latents = Latents(self, of, latent, turned)
+    return latents, latents
+
+
+@functools.cache
+def over_latents(found: Attention) -> Attention:
+    """Return an attention function that takes `Latents` too: it expands them where `found` needs keys and values."""
+    if getattr(found, "takes_latents", False):
+        return found
+    absorbs = is_sdpa(found)
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        if not isinstance(key, Latents):
+            return found(module, query, key, value, attention_mask, **given)
+        step = current()
+        watched = step is not None and step.importance is not None  # by who wants to see all keys at once
+        if absorbs and not watched and _usual(query, key, attention_mask, given):
+            made = key.attend(query, attention_mask, given["scaling"])
+            if made is None:
+                made = key.by_heads(found, module, query, attention_mask, given)
+            return made, None
+        return found(module, query, *key.expanded(), attention_mask, **given)
+
+    return attention
+
+
+def _usual(query: Tensor, key: Latents, mask: Tensor | None, given: dict[str, Any]) -> bool:
+    """Whether attention of these arguments is what `Latents.attend` computes."""
+    batch, _, length, _ = key.latent.shape
+    tokens = query.shape[2]
+    if mask is None:
+        seen = tokens in (1, length)  # torch counts tokens from the first key, `attend` from the last
+    else:
+        seen = mask.dtype == torch.bool and mask.shape == (batch, 1, tokens, length) and mask.stride(3) == 1
+    return (
+        seen
+        and query.dtype == key.latent.dtype == key.turned.dtype
+        and query.shape[:2] == (batch, key.of.heads)
+        and query.stride(3) == 1
+        and given.get("scaling") is not None
+        and not given.get("dropout")
+        and given.get("is_causal") is not False
+        and not learns(query)
+        and not any(given.get(name) is not None for name in (*SPECIAL, "indices"))
+    )
+
+
+@functools.cache
+def _latent(kind: type[nn.Module]) -> type[nn.Module]:
+    made = in_place_of(kind, with_attention(kind, over_latents))
+    made._moepack_expand = kind.expand_kv  # type: ignore[attr-defined]
+    made.expand_kv = _expand  # type: ignore[attr-defined]
+    return made
+
+
+def serve_latents(model: nn.Module) -> dict[str, int]:
+    """Let modules whose code takes keys and values from latents attend to these; return the number of each class.
+
+    The model is on a CPU.
+    """
+    tried: dict[Hashable, bool] = {}
+    values = ReadValues()
+    changed = Changed()
+    for module in model.modules():
+        kind: Any = type(module)
+        if not hasattr(kind, "expand_kv") or MAP not in module._modules or not attends_by_name(module):
+            continue
+        key = values.of(module, without="layer_idx")
+        try:
+            of = LatentMap(module)
+            if key not in tried:
+                tried[key] = _trial(module, of)
+        except Exception:  # of any kind, from a family's code
+            tried[key] = False
+        if changed.count(kind, tried[key]):
+            module._moepack_latent = of  # type: ignore[assignment]
+            module.__class__ = _latent(kind)
+    return changed.done()
+
+
+def _trial(module: FamilyModule, of: LatentMap) -> bool:
+    """Whether attention over latents has the results of a module's own expansion, of one token and of more.
+
+    The lengths are those of one span of keys and of two (attention.c), with the mask of a padded sequence and without.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    dtype = next(p.dtype for p in module.parameters() if p.dtype.is_floating_point)
+    generator = torch.Generator().manual_seed(0)
+    probe: Any = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
+    for length, tokens, padded in ((9, 1, False), (9, 9, False), (9, 3, True), (1100, 1, False), (1100, 2, True)):
+        batch = 2 if length == 9 else 1
+        shapes = ((batch, 1, length, of.rank), (batch, 1, length, module.qk_rope_head_dim))
+        latent, turned = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        with torch.no_grad():
+            keys, values = module.expand_kv(latent, turned)
+            query = torch.randn(batch, of.heads, tokens, keys.shape[3], generator=generator).to(dtype)
+            mask = None
+            if padded:
+                mask = torch.ones(tokens, length, dtype=torch.bool).tril_(length - tokens).repeat(batch, 1, 1, 1)
+                mask[-1, :, :, :4] = False
+            given = {"scaling": query.shape[3] ** -0.5}
+            wanted = sdpa_attention_forward(probe, query, keys, values, mask, **given)[0]
+            latents = Latents(module, of, latent, turned)
+            made = latents.attend(query, mask, given["scaling"])
+            apart = latents.by_heads(sdpa_attention_forward, probe, query, mask, given)
+        for got in (apart, made):
+            if got is None and tokens > 1 and of.most_absorbed(module.qk_rope_head_dim) < tokens:
+                continue
+            if got is None or got.shape != wanted.shape or not (got - wanted).abs().max() <= CLOSE * wanted.abs().max():
+                return False
+    return True

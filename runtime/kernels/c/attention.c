@@ -1,0 +1,354 @@
+/* Attention of few new tokens over a cache of BF16 keys and values, and the products of heads with their own matrices,
+ * by which a latent layer's queries and results go (runtime/dense/latent.py).
+ *
+ * Queries that share a head of keys are rows of one product, so that each key is read once for all of them. Keys are taken
+ * STRIP at a time, with a running softmax: memory does not grow with the length of the cache. A long cache of one token is
+ * split into spans, which follow from its length alone; so results have the same bits on any number of threads.
+ */
+#include <math.h>
+
+#include "gemm.h"
+
+#define KEYS 16   /* keys that are widened to float32 at a time */
+#define STRIP 128 /* keys of one step of the softmax */
+#define ROWS 16   /* rows of one unit of work: queries of heads that share keys, or of successive tokens */
+#define SPAN 1024 /* the least keys of a unit */
+#define SPANS 8   /* the most spans */
+
+/* out[b][t][g * heads + h] = sum over j of softmax(scale * (q . k_j + q2 . k2_j)) v_j. Strides (_at) count numbers, of
+ * batch, head and token. Rows have stride 1. `heads` heads of q share each of `groups` heads of k and v. */
+typedef struct {
+    const uint16_t *q, *q2, *k, *k2, *v; /* q2 and k2: a second part of queries and keys, of cols2 numbers; 0: none */
+    const uint8_t *mask;                 /* which keys a token sees; 0: all, or with `causal` those up to its own */
+    uint16_t *out;                       /* [batch][tokens][groups * heads][out_cols] */
+    int64_t batch, groups, heads, tokens, length, cols, cols2, out_cols, causal;
+    int64_t q_at[3], q2_at[3], k_at[3], k2_at[3], v_at[3], mask_at[2];
+    float scale;
+} Attend;
+
+typedef struct {
+    int64_t batch, group, row, rows, from, to;
+} Unit;
+
+/* For each of `heads` heads, `tokens` rows of x times a matrix of its own: out = M x for M [out_cols][in], or with `sums`
+ * out = M^T x for M [in][out_cols]. M is BF16 at matrix + head * matrix_at[0], rows matrix_at[1] apart; or it is unpacked
+ * from rows [first + head * matrix_at[0], ...) of a packed matrix, of which it then is the transpose. */
+typedef struct {
+    const uint16_t *x, *matrix;
+    uint16_t *out;
+    int64_t heads, tokens, in, out_cols, sums;
+    int64_t x_at[2], out_at[2], matrix_at[2]; /* x, out: of head and token */
+    const uint8_t *base;                      /* of a packed matrix; 0: M is BF16 */
+    const Form *form;
+    int64_t first;
+} Heads;
+
+/* Give a row's scores of keys [at, at + n) that it does not see, and those past them, the value of no key. */
+static inline __attribute__((always_inline)) void hide(const Attend *m, const Unit *u, int64_t r, int64_t at, int64_t n,
+                                                       float *scores) {
+    const int64_t i = (u->row + r) % m->tokens;
+    int64_t seen = m->causal ? m->length - m->tokens + i + 1 - at : n;
+    seen = seen < 0 ? 0 : least(seen, n);
+    for (int64_t j = seen; j < STRIP; j++) scores[j] = -INFINITY;
+    if (!m->mask) return;
+    const uint8_t *mask = m->mask + u->batch * m->mask_at[0] + i * m->mask_at[1] + at;
+    for (int64_t j = 0; j < seen; j++) scores[j] = mask[j] ? scores[j] : -INFINITY;
+}
+
+static inline int64_t wide_of(int64_t cols) { return (cols + 31) & -32; }
+
+#define NAME(x) x##_plain
+#define TARGET
+#define LANES 4
+#include "attend_rows.h"
+#undef NAME
+#undef TARGET
+#undef LANES
+#ifdef HAVE_X86
+#define NAME(x) x##_avx2
+#define TARGET __attribute__((target("avx2,fma")))
+#define LANES 8
+#include "attend_rows.h"
+#undef NAME
+#undef TARGET
+#undef LANES
+#define NAME(x) x##_avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define LANES 16
+#include "attend_rows.h"
+#undef NAME
+#undef TARGET
+#undef LANES
+#include <immintrin.h>
+
+/* ---- with BF16 products (AVX-512 BF16): keys and values are read as they are, and weights are rounded to BF16 */
+#define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
+#define BF16_INLINE BF16 static inline __attribute__((always_inline))
+
+BF16_INLINE __m512bh pairs_at(const uint16_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+/* out[r * STRIP + j] = (row r of q) . (key j) for four keys; `q` has rows of wide numbers, multiples of 32. */
+BF16_INLINE void dots_bf16(const Attend *m, const uint16_t *q, int64_t wide, int64_t rows, const uint16_t *const *k,
+                           const uint16_t *const *k2, float *out) {
+    for (int64_t r = 0; r < rows; r += 4) {
+        __m512 s[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) s[i] = _mm512_setzero_ps();
+        for (int part = 0; part < 2; part++) {
+            const uint16_t *const *keys = part ? k2 : k;
+            const uint16_t *x = q + r * wide + (part ? m->cols : 0);
+            const int64_t cols = part ? m->cols2 : m->cols;
+            for (int64_t c = 0; c < cols; c += 32) {
+                const __m512bh a = pairs_at(keys[0] + c), b = pairs_at(keys[1] + c);
+                const __m512bh e = pairs_at(keys[2] + c), f = pairs_at(keys[3] + c);
+#pragma GCC unroll 4
+                for (int i = 0; i < 4; i++) {
+                    const __m512bh by = pairs_at(x + i * wide + c);
+                    s[4 * i] = _mm512_dpbf16_ps(s[4 * i], by, a);
+                    s[4 * i + 1] = _mm512_dpbf16_ps(s[4 * i + 1], by, b);
+                    s[4 * i + 2] = _mm512_dpbf16_ps(s[4 * i + 2], by, e);
+                    s[4 * i + 3] = _mm512_dpbf16_ps(s[4 * i + 3], by, f);
+                }
+            }
+        }
+        Vector_avx512 sums[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) sums[i] = (Vector_avx512)s[i];
+        float made[16];
+        store_avx512(made, totals_avx512(sums) * m->scale);
+        for (int i = 0; i < 4; i++) memcpy(out + (r + i) * STRIP, made + 4 * i, 4 * sizeof(float));
+    }
+}
+
+/* acc += p v over n keys, for R rows from `row` on. A vector of two keys' numbers side by side has 16 of 32 columns: those
+ * of the first half of every 8, or of the second. */
+BF16_INLINE void sums_bf16(const int R, const uint16_t *p, const uint16_t *v, int64_t v_row, int64_t n, int64_t cols,
+                           float *acc) {
+    for (int64_t c = 0; c < cols; c += 32) {
+        __m512 s[2 * 8];
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            s[2 * i] = _mm512_loadu_ps(acc + i * cols + c);
+            s[2 * i + 1] = _mm512_loadu_ps(acc + i * cols + c + 16);
+        }
+        for (int64_t j = 0; j < n; j += 2) {
+            const __m512i one = _mm512_loadu_si512(v + j * v_row + c);
+            const __m512i two = _mm512_loadu_si512(v + (j + 1 < n ? j + 1 : j) * v_row + c);
+            const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two), high = (__m512bh)_mm512_unpackhi_epi16(one, two);
+#pragma GCC unroll 8
+            for (int i = 0; i < R; i++) {
+                int32_t both;
+                memcpy(&both, p + i * STRIP + j, 4);
+                const __m512bh by = (__m512bh)_mm512_set1_epi32(both);
+                s[2 * i] = _mm512_dpbf16_ps(s[2 * i], by, low);
+                s[2 * i + 1] = _mm512_dpbf16_ps(s[2 * i + 1], by, high);
+            }
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < R; i++) {
+            _mm512_storeu_ps(acc + i * cols + c, s[2 * i]);
+            _mm512_storeu_ps(acc + i * cols + c + 16, s[2 * i + 1]);
+        }
+    }
+}
+
+BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float *most, float *sum, float *acc) {
+    const int64_t wide = m->cols + m->cols2, cols = m->out_cols, rows = u->rows, whole = (rows + 3) & -4;
+    if (m->cols % 32 || m->cols2 % 32 || cols % 32) {
+        attend_avx512(m, u, room, most, sum, acc);
+        return;
+    }
+    float *scores = room;
+    uint16_t *p = (uint16_t *)(scores + ROWS * STRIP), *q = p + ROWS * STRIP;
+    memset(q, 0, (size_t)(whole * wide) * sizeof(uint16_t));
+    memset(acc, 0, (size_t)(whole * cols) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t h = u->group * m->heads + (u->row + r) / m->tokens, i = (u->row + r) % m->tokens;
+        memcpy(q + r * wide, m->q + u->batch * m->q_at[0] + h * m->q_at[1] + i * m->q_at[2], (size_t)m->cols * 2);
+        if (m->cols2)
+            memcpy(q + r * wide + m->cols, m->q2 + u->batch * m->q2_at[0] + h * m->q2_at[1] + i * m->q2_at[2],
+                   (size_t)m->cols2 * 2);
+        most[r] = -INFINITY, sum[r] = 0;
+    }
+    const uint16_t *keys = m->k + u->batch * m->k_at[0] + u->group * m->k_at[1];
+    const uint16_t *keys2 = m->cols2 ? m->k2 + u->batch * m->k2_at[0] + u->group * m->k2_at[1] : keys;
+    const uint16_t *v = m->v + u->batch * m->v_at[0] + u->group * m->v_at[1];
+    for (int64_t at = u->from; at < u->to; at += STRIP) {
+        const int64_t n = least(STRIP, u->to - at);
+        for (int64_t j = 0; j < n; j += 4) {
+            const uint16_t *k[4], *k2[4];
+            for (int i = 0; i < 4; i++) {
+                const int64_t row = at + least(j + i, n - 1); /* a score past the last key is not used */
+                k[i] = keys + row * m->k_at[2], k2[i] = keys2 + row * m->k2_at[2];
+            }
+            dots_bf16(m, q, wide, whole, k, k2, scores + j);
+        }
+        for (int64_t r = 0; r < rows; r++) {
+            hide(m, u, r, at, n, scores + r * STRIP);
+            const float before = soften_avx512(scores + r * STRIP, most + r, sum + r);
+            if (before != 1.0f)
+                for (int64_t c = 0; c < cols; c++) acc[r * cols + c] *= before;
+        }
+        for (int64_t r = 0; r < whole; r++)
+            for (int64_t j = 0; j < STRIP; j++) p[r * STRIP + j] = r < rows ? narrow(scores[r * STRIP + j]) : 0;
+        int64_t r = 0;
+        for (; r + 8 <= whole; r += 8) sums_bf16(8, p + r * STRIP, v + at * m->v_at[2], m->v_at[2], n, cols, acc + r * cols);
+        for (; r < whole; r += 4) sums_bf16(4, p + r * STRIP, v + at * m->v_at[2], m->v_at[2], n, cols, acc + r * cols);
+    }
+    for (int64_t i = 0; i < rows * cols; i += 32) {
+        float apart[32];
+        memcpy(apart, acc + i, sizeof apart);
+        for (int c = 0; c < 32; c++) acc[i + c] = apart[c / 8 * 4 + c % 4 + (c & 4) * 4];
+    }
+}
+#endif
+
+static void (*attend_rows)(const Attend *, const Unit *, float *, float *, float *, float *) = attend_plain;
+static void (*head_rows)(const Heads *, int64_t, const uint16_t *, int64_t, float *) = head_plain;
+
+void moepack_attend_level(int level) {
+    attend_rows = attend_plain, head_rows = head_plain;
+#ifdef HAVE_X86
+    if (level > 0) attend_rows = attend_avx2, head_rows = head_avx2;
+    if (level > 1) attend_rows = attend_avx512, head_rows = head_avx512;
+    if (level > 2) attend_rows = attend_bf16;
+#endif
+}
+
+typedef struct {
+    const Attend *m;
+    int64_t blocks, spans, span, each, room; /* room: floats of a thread; each: floats of a unit's results */
+    float *rooms, *results;                  /* results: of all units, if there are several spans */
+    atomic_llong next, seats;
+} AttendRun;
+
+static Unit unit_of(const AttendRun *run, int64_t number) {
+    const Attend *m = run->m;
+    const int64_t block = number / run->spans % run->blocks, place = number / run->spans / run->blocks;
+    const int64_t row = block * ROWS, from = number % run->spans * run->span;
+    return (Unit){place / m->groups, place % m->groups, row, least(ROWS, m->heads * m->tokens - row), from,
+                  least(from + run->span, m->length)};
+}
+
+/* Add up the results of a unit's spans, and write its rows. */
+static void finish(const AttendRun *run, const Unit *u, float *parts) {
+    const Attend *m = run->m;
+    const int64_t wide = wide_of(m->out_cols);
+    for (int64_t r = 0; r < u->rows; r++) {
+        float top = -INFINITY, sum = 0;
+        for (int64_t s = 0; s < run->spans; s++) {
+            const float most = parts[s * run->each + r];
+            top = most > top ? most : top;
+        }
+        float *acc = parts + 2 * ROWS + r * wide;
+        for (int64_t s = 0; s < run->spans; s++) {
+            const float *part = parts + s * run->each;
+            const float by = top == -INFINITY ? 0.0f : exponential(part[r] - top);
+            sum += part[ROWS + r] * by;
+            const float *other = part + 2 * ROWS + r * wide;
+            for (int64_t c = 0; c < m->out_cols; c++) acc[c] = s ? acc[c] + other[c] * by : other[c] * by;
+        }
+        const float by = sum == 0.0f ? 0.0f : 1.0f / sum; /* a row that sees no key is zero */
+        const int64_t h = u->group * m->heads + (u->row + r) / m->tokens, i = (u->row + r) % m->tokens;
+        uint16_t *out = m->out + ((u->batch * m->tokens + i) * m->groups * m->heads + h) * m->out_cols;
+        for (int64_t c = 0; c < m->out_cols; c++) out[c] = narrow(acc[c] * by);
+    }
+}
+
+static void attend_some(void *argument) {
+    AttendRun *run = argument;
+    const Attend *m = run->m;
+    const int64_t units = m->batch * m->groups * run->blocks * run->spans;
+    float *room = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
+    int64_t i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < units) {
+        const Unit u = unit_of(run, i);
+        float *result = run->spans > 1 ? run->results + i * run->each : room;
+        attend_rows(m, &u, room + run->each, result, result + ROWS, result + 2 * ROWS);
+        if (run->spans == 1) finish(run, &u, result);
+    }
+}
+
+static void finish_some(void *argument) {
+    AttendRun *run = argument;
+    const int64_t units = run->m->batch * run->m->groups * run->blocks;
+    int64_t i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < units) {
+        const Unit u = unit_of(run, i * run->spans);
+        finish(run, &u, run->results + i * run->spans * run->each);
+    }
+}
+
+/* Returns 0, or 1 when memory is short. */
+int moepack_affine_attend(const Attend *m, int64_t threads) {
+    const int64_t places = m->batch * m->groups, q_wide = wide_of(m->cols + m->cols2), v_wide = wide_of(m->out_cols);
+    AttendRun run = {.m = m, .blocks = ceil_div(m->heads * m->tokens, ROWS), .spans = 1};
+    if (m->tokens == 1) run.spans = least(SPANS, ceil_div(m->length, SPAN));
+    run.span = ceil_div(ceil_div(m->length, run.spans), STRIP) * STRIP;
+    run.spans = ceil_div(m->length, run.span);
+    run.each = ROWS * (2 + v_wide);
+    run.room = run.each + ROWS * (q_wide + 2 * STRIP) + KEYS * (q_wide > v_wide ? q_wide : v_wide);
+    const int64_t units = places * run.blocks * run.spans;
+    threads = least(threads, units);
+    if (places * m->length * m->cols < 65536) threads = 1; /* waking others would take longer */
+    const int64_t results = run.spans > 1 ? units * run.each : 0;
+    float *memory = malloc(sizeof(float) * (size_t)(run.room * threads + results));
+    if (!memory) return 1;
+    run.rooms = memory, run.results = memory + run.room * threads;
+    atomic_init(&run.next, 0);
+    atomic_init(&run.seats, 0);
+    moepack_parallel(attend_some, &run, (int)threads);
+    if (run.spans > 1) {
+        atomic_init(&run.next, 0);
+        moepack_parallel(finish_some, &run, (int)threads);
+    }
+    free(memory);
+    return 0;
+}
+
+typedef struct {
+    const Heads *m;
+    int64_t room, tile; /* floats of a thread; BF16 numbers of an unpacked matrix */
+    float *rooms;
+    atomic_llong next, seats;
+} HeadsRun;
+
+static void heads_some(void *argument) {
+    HeadsRun *run = argument;
+    const Heads *m = run->m;
+    float *room = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
+    int64_t h;
+    while ((h = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->heads) {
+        if (!m->base) {
+            head_rows(m, h, m->matrix + h * m->matrix_at[0], m->matrix_at[1], room);
+            continue;
+        }
+        uint16_t *tile = (uint16_t *)room; /* first, because vectors are stored at multiples of their size */
+        const int64_t rows = m->sums ? m->out_cols : m->in, cols = m->sums ? m->in : m->out_cols;
+        const int64_t from = m->first + h * m->matrix_at[0], ld = (rows + UNIT - 1) / UNIT * UNIT;
+        const Unpack unpack = {cols, from, from + rows, ld, 1, 1, m->base, m->form, tile};
+        for (int64_t r = 0; r < rows; r += UNIT)
+            moepack_unpacking(&unpack, from + r, least(UNIT, rows - r), (uint8_t *)(tile + r));
+        head_rows(m, h, tile, ld, room + run->tile / 2);
+    }
+}
+
+/* Returns 0; 1 when memory is short; 2 for a form without a kernel. */
+int moepack_affine_heads(const Heads *m, int64_t threads) {
+    if (m->base && (!known(m->form) || m->form->bits == 16)) return 2;
+    const int64_t n = m->sums ? m->in : m->out_cols, wide = wide_of(m->sums ? m->out_cols : m->in);
+    const int64_t ld = ceil_div(n, KEYS) * KEYS;
+    HeadsRun run = {.m = m, .room = ROWS * (wide + ld) + KEYS * wide};
+    if (m->base) run.tile = (m->sums ? m->in * ceil_div(m->out_cols, UNIT) : m->out_cols * ceil_div(m->in, UNIT)) * UNIT;
+    run.room = (run.room + run.tile / 2 + 15) & -16;
+    threads = least(threads, m->heads);
+    if (m->heads * m->in * m->out_cols < 65536) threads = 1;
+    void *memory;
+    if (posix_memalign(&memory, 64, sizeof(float) * (size_t)(run.room * threads))) return 1;
+    run.rooms = memory;
+    atomic_init(&run.next, 0);
+    atomic_init(&run.seats, 0);
+    moepack_parallel(heads_some, &run, (int)threads);
+    free(memory);
+    return 0;
+}

@@ -1,0 +1,177 @@
+"""Attention over latents: the errors of the family's own code, whatever the map is, and what is left to that code."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import random_model
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from moepack.runtime.experts import backends
+
+if backends.backend(torch.device("cpu")) != "native":
+    pytest.skip("no compiled kernels", allow_module_level=True)
+
+from moepack.pack.spec import Matrix, Version
+from moepack.runtime.dense import latent, linears
+from moepack.runtime.dense.borrowed import serve_attention
+from moepack.runtime.dense.latent import MAP, LatentMap, Latents, serve_latents
+from moepack.runtime.dense.packed import PackedLinear
+from moepack.runtime.kernels import trial
+from moepack.runtime.step.context import Step, opened
+
+PARTS = (9, 1, 1, 3, 1, 25)  # tokens of successive passes
+LENGTH = sum(PARTS)
+
+
+def attention(name: str, dtype: torch.dtype) -> Any:
+    """A random model of one layer of DeepSeek-V3, whose latents have 32 numbers for 4 heads of 16 and 16."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32}
+    heads = {"qk_nope_head_dim": 16, "v_head_dim": 16, "qk_rope_head_dim": 16}
+    model = random_model("deepseek_v3", dtype, num_hidden_layers=1, **sizes, **heads)[0].eval()
+    if name == "plain":
+        return model
+    module = model.model.layers[0].self_attn
+    found = module.kv_b_proj
+    matrix, version = Matrix("kv_b", found.out_features, found.in_features, False), Version.of(name, 32)
+    made = PackedLinear(matrix, version)
+    made.packed = trial.extent_of(version, matrix, np.random.default_rng(0))
+    made.group = linears.Group([linears.PackedMatrix(matrix, version, made.packed)])
+    module.kv_b_proj = made
+    return model
+
+
+def passes(model: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What the layer's attention makes of successive parts of x [batch, LENGTH, hidden]; `mask` is of all tokens."""
+    module, cache, out, at = model.model.layers[0].self_attn, DynamicCache(config=model.config), [], 0
+    places = torch.arange(LENGTH).repeat(len(x), 1)
+    for n in PARTS:
+        part = slice(at, at + n)
+        at += n
+        seen = None
+        if mask is not None or n > 1:
+            seen = torch.ones(n, at, dtype=torch.bool).tril_(at - n).repeat(len(x), 1, 1, 1)
+        if mask is not None:
+            seen = seen & mask[:, None, None, :at]
+        turn = model.model.rotary_emb(x, places[:, part])
+        with torch.no_grad():
+            out.append(module(x[:, part].contiguous(), position_embeddings=turn, attention_mask=seen, cache=cache)[0])
+    return torch.cat(out, dim=1)
+
+
+class Counted:
+    """Counts attention over latents as they are, and over those that are expanded for some heads at a time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.absorbed = self.expanded = 0
+        attend, by_heads = Latents.attend, Latents.by_heads
+
+        def counted(of: Latents, *given: Any) -> Tensor | None:
+            made = attend(of, *given)
+            self.absorbed += made is not None
+            return made
+
+        def apart(of: Latents, *given: Any) -> Tensor:
+            self.expanded += 1
+            return by_heads(of, *given)
+
+        monkeypatch.setattr(Latents, "attend", counted)
+        monkeypatch.setattr(Latents, "by_heads", apart)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["plain", "w8", "w4"])
+def test_errors_are_those_of_rounding(
+    name: str, dtype: torch.dtype, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside float64, no more than 1.2 times the errors of the family's own code: alone, and with a padded sequence."""
+    monkeypatch.setattr(latent, "EXPANDED", 1 << 13)  # bytes: two heads or fewer at a time
+    own = attention(name, dtype)
+    exact = copy.deepcopy(own)
+    if name != "plain":
+        found = exact.model.layers[0].self_attn.kv_b_proj
+        made = nn.Linear(found.in_features, found.out_features, bias=False)
+        made.weight.data = found.weights(torch.float32)
+        exact.model.layers[0].self_attn.kv_b_proj = made
+    exact = exact.double()
+    served = attention(name, dtype)
+    serve_attention(served)
+    assert serve_latents(served) == {"DeepseekV3Attention": 1}
+    x = torch.randn(1 + padded, LENGTH, 64).to(dtype)
+    mask = None
+    if padded:
+        mask = torch.ones(2, LENGTH, dtype=torch.bool)
+        mask[1, :4] = False
+    shown = slice(4 * padded, None)  # what a token before a sequence's first makes is nobody's
+    ran = Counted(monkeypatch)
+    wanted, plain, got = (passes(of, x.to(of.dtype), mask)[:, shown].double() for of in (exact, own, served))
+    few = served.model.layers[0].self_attn._moepack_latent.most_absorbed(16)
+    assert 9 <= few < 25 and (ran.absorbed, ran.expanded) == (5, 1)
+    errors = [float((made - wanted).square().mean().sqrt()) for made in (got, plain)]
+    assert errors[0] <= 1.2 * errors[1] + 1e-7 * float(wanted.abs().max()), errors
+
+
+def test_a_layer_that_expands_otherwise_keeps_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault: one family's arithmetic taken for another's by the names of its parts."""
+    model = attention("plain", torch.bfloat16)
+    kind: Any = type(model.model.layers[0].self_attn)
+    plain = kind.expand_kv
+
+    def expand_kv(self: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = plain(self, latents, turned)
+        return keys, 1.1 * values
+
+    monkeypatch.setattr(kind, "expand_kv", expand_kv)
+    serve_attention(model)
+    assert serve_latents(model) == {}
+
+
+def test_what_is_left_to_the_familys_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients, another map, hooks on it, and a policy that watches the keys all see expanded keys and values."""
+    model = attention("plain", torch.bfloat16)
+    own = attention("plain", torch.bfloat16)
+    serve_attention(own)
+    serve_attention(model)
+    serve_latents(model)
+    module = model.model.layers[0].self_attn
+    x = torch.randn(1, LENGTH, 64).bfloat16()
+    ran = Counted(monkeypatch)
+
+    def is_plain() -> bool:
+        ran.absorbed = ran.expanded = 0
+        same = torch.equal(passes(model, x), passes(own, x))
+        return same and ran.absorbed == ran.expanded == 0
+
+    assert not is_plain() and ran.absorbed == 5
+    with opened(Step(importance=SimpleNamespace(saw=lambda *_: None))):  # type: ignore[arg-type]
+        assert is_plain()
+    hook = module.kv_b_proj.register_forward_hook(lambda *_: None)
+    assert is_plain()
+    hook.remove()
+    weight = module.kv_b_proj.weight
+    module.kv_b_proj.weight = nn.Parameter(weight.detach().clone())
+    assert is_plain()
+    module.kv_b_proj.weight = weight
+    assert not is_plain()
+    latents = torch.randn(1, 1, 3, 32).bfloat16(), torch.randn(1, 1, 3, 16).bfloat16()
+    assert all(isinstance(t, Tensor) for t in module.expand_kv(*latents)), "the map's gradient may be wanted"
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        assert isinstance(module.expand_kv(*latents)[0], Latents)
+        assert isinstance(copied.expand_kv(*latents)[0], Tensor), "a copy's map is not where the kernels read"
+
+
+def test_maps_that_are_no_plain_matrix_are_refused() -> None:
+    module = attention("plain", torch.bfloat16).model.layers[0].self_attn
+    assert LatentMap(module)._kernel() is not None
+    module.v_head_dim = 24
+    with pytest.raises(ValueError, match=MAP):
+        LatentMap(module)

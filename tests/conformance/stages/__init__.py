@@ -58,8 +58,6 @@ class Stage:
         return None if runner is None else [runner, str(HERE / self.script), *self.arguments]
 
 
-RUNS = "texts, streams, calls and their results, forms"
-
 STAGES = (
     Stage("openai", "openai", "chats, streams, tools (200 required calls), Responses", "openai_client.py", 600),
     Stage("anthropic", "anthropic", "Messages, streams, tools, counting", "anthropic_client.py", 300),
@@ -86,13 +84,13 @@ STAGES = (
         Stage(name, program, "its first request, an error", "terminal.mjs", 1800, (name,), "1GB")
         for name, program in (("claude", "@anthropic-ai/claude-code"), ("opencode", "opencode-ai"))
     ),
-    Stage("openai-agents", "openai-agents", f"{RUNS}, in chats and Responses", "agent_openai.py", 600),
-    Stage("pydantic-ai", "pydantic-ai-slim", f"{RUNS}, in three interfaces", "agent_pydantic.py", 600),
+    Stage("openai-agents", "openai-agents", "runs, in chats and Responses", "agent_openai.py", 600),
+    Stage("pydantic-ai", "pydantic-ai-slim", "runs, in three interfaces", "agent_pydantic.py", 600),
     Stage("instructor", "instructor", "objects, whole and in parts, in three interfaces", "agent_instructor.py", 600),
-    Stage("litellm", "litellm", f"{RUNS}, by three providers and by its proxy", "agent_litellm.py", 900),
-    Stage("smolagents", "smolagents", f"{RUNS}, in chats", "agent_smolagents.py", 600),
+    Stage("litellm", "litellm", "runs, by three providers and by its proxy", "agent_litellm.py", 900),
+    Stage("smolagents", "smolagents", "runs, in chats", "agent_smolagents.py", 600),
     Stage("llm", "llm", "its command: texts, streams, usage, schemas, tools", "agent_llm.py", 600),
-    Stage("haystack", "haystack-ai", f"{RUNS}, in chats and Responses", "agent_haystack.py", 600),
-    Stage("autogen", "autogen-ext", f"{RUNS}, in chats", "agent_autogen.py", 600),
+    Stage("haystack", "haystack-ai", "runs, in chats and Responses", "agent_haystack.py", 600),
+    Stage("autogen", "autogen-ext", "runs, in chats", "agent_autogen.py", 600),
     Stage("vllm-bench", "vllm bench serve", "its requests, replayed", "vllm_bench.py", 600, replayed="02cfb534"),
 )  # fmt: skip

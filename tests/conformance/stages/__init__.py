@@ -88,7 +88,7 @@ STAGES = (
     Stage("pydantic-ai", "pydantic-ai-slim", "runs, in three interfaces", "agent_pydantic.py", 600),
     Stage("instructor", "instructor", "objects, whole and in parts, in three interfaces", "agent_instructor.py", 600),
     Stage("litellm", "litellm", "runs, by three providers and by its proxy", "agent_litellm.py", 900),
-    Stage("smolagents", "smolagents", "runs, in chats", "agent_smolagents.py", 600),
+    Stage("smolagents", "smolagents", "runs, in chats", "agent_smolagents.py", 600, (), "1GB"),
     Stage("llm", "llm", "its command: texts, streams, usage, schemas, tools", "agent_llm.py", 600),
     Stage("haystack", "haystack-ai", "runs, in chats and Responses", "agent_haystack.py", 600),
     Stage("autogen", "autogen-ext", "runs, in chats", "agent_autogen.py", 600),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import subprocess
 import time
@@ -91,6 +92,9 @@ def errors(to: dict[str, str]) -> None:
     raises(litellm.ContextWindowExceededError, lambda: asked(to, "word " * 70000))
 
 
+KEY = f"sk-{secrets.token_hex(16)}"  # the proxy starts with none that is weak
+
+
 def proxy() -> tuple[subprocess.Popen[bytes], str]:
     """Start the proxy on a free port, and wait until it answers."""
     with socket.socket() as free:
@@ -98,7 +102,7 @@ def proxy() -> tuple[subprocess.Popen[bytes], str]:
         port = free.getsockname()[1]
     served = {"model_name": MODEL, "litellm_params": {**PROVIDERS["openai"], "api_key": "none"}}
     config = Path("litellm.yaml")
-    config.write_text(json.dumps({"model_list": [served], "litellm_settings": {"num_retries": 0}}))
+    config.write_text(json.dumps({"model_list": [served], "general_settings": {"master_key": KEY}}))
     command = [str(BIN / "litellm"), "--config", str(config), "--port", str(port), "--host", "127.0.0.1"]
     process = subprocess.Popen(command, env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"})
     address = f"http://127.0.0.1:{port}"
@@ -113,7 +117,7 @@ def proxy() -> tuple[subprocess.Popen[bytes], str]:
 
 
 process, address = proxy()
-client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300)
+client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300)
 
 
 @case
@@ -145,7 +149,7 @@ def proxy_responses() -> None:
 
 @case
 def proxy_messages() -> None:
-    asks = anthropic.Anthropic(base_url=address, api_key="none", max_retries=0, timeout=300)
+    asks = anthropic.Anthropic(base_url=address, api_key=KEY, max_retries=0, timeout=300)
     made = asks.messages.create(model=MODEL, max_tokens=64, system=SYSTEM, messages=SAID[1:])
     assert made.content[0].text and made.usage.output_tokens > 0, made
 

@@ -19,13 +19,13 @@ TOOL = 'def weather(city: str) -> str:\n    """Get the current weather of a city
 ALL = ("-m", MODEL, "-o", "max_tokens", "64", "-o", "temperature", "0", "--key", "none")
 
 
-def told(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def told(*arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
     """Run the command; check its status."""
     done = subprocess.run(
         [str(BIN / "llm"), *arguments], capture_output=True, text=True, env={**os.environ, "LLM_USER_PATH": str(home)}
     )
     print(done.stdout, done.stderr)
-    assert done.returncode == code, done.stderr
+    assert code is None or done.returncode == code, done.stderr
     return done
 
 
@@ -50,7 +50,8 @@ def form() -> None:
 @case
 def tool_beside_a_form() -> None:
     asked = ("--functions", TOOL, "--schema", json.dumps(Report.model_json_schema()), "--chain-limit", "2")
-    told(SHORT, *ALL, *asked)
+    done = told(SHORT, *ALL, *asked, code=None)
+    assert not done.returncode or "Chain limit" in done.stderr, done.stderr  # it may call again and again
 
 
 @case

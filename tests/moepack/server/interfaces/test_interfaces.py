@@ -135,7 +135,7 @@ def test_tokens_and_back(running: Running, tokenizer: Any) -> None:
     most = running.server.scheduler.most_answer(1) + 1  # what the budget holds, which is less than the model's context
     assert found["max_model_len"] == most < running.server.scheduler.limits.context
     (model,) = asked(running, "/v1/models")["data"]
-    assert model["max_model_len"] == most
+    assert model["max_model_len"] == most and model["root"] == NAME  # vLLM's load generator reads it
     assert asked(running, "/detokenize", {"tokens": ids}) == {"prompt": "The history of"}
     assert asked(running, "/detokenize", {"tokens": [0, ids[0]]})["prompt"] == "<|endoftext|>The"
     chat = asked(running, "/tokenize", {"messages": SAID})

@@ -33,7 +33,10 @@ def empty(shape: Sequence[int], dtype: torch.dtype, folder: Path | None = None) 
             return torch.empty(*shape, dtype=dtype)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error now, not a signal later
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error now, not a signal later
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
             mapping = mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise TargetError(f"{folder}: cannot hold {size:,} bytes that --memory leaves out: {error.strerror}") from None

@@ -5,7 +5,7 @@ this package is light, and lets `transformers.AutoModelForCausalLM.from_pretrain
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .pack.errors import BundleError, InputError, MoepackError
 from .runtime.patches import install
@@ -27,12 +27,14 @@ _LAZY = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name on first use."""
-    if name not in _LAZY:
-        raise AttributeError(f"module 'moepack' has no attribute {name!r}")
-    module, attribute = _LAZY[name]
-    return getattr(import_module(module), attribute)
+if not TYPE_CHECKING:  # to which every name would exist
+
+    def __getattr__(name: str) -> object:
+        """Import a name on first use."""
+        if name not in _LAZY:
+            raise AttributeError(f"module 'moepack' has no attribute {name!r}")
+        module, attribute = _LAZY[name]
+        return getattr(import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
+from typing import Literal
 
 from .errors import BundleError, Kind
 
@@ -23,6 +24,12 @@ _SPECIAL = (
     (stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISBLK, "a device"),
     (stat.S_ISCHR, "a device"), (stat.S_ISLNK, "a symbolic link"),
 )  # fmt: skip
+
+
+def advise(file: int, advice: Literal["RANDOM", "DONTNEED"], at: int = 0, size: int = 0) -> None:
+    """Tell the system how it need not cache a range of a file, by default all; macOS takes no such advice."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, at, size, getattr(os, f"POSIX_FADV_{advice}"))
 
 
 def open_file(root: Path, name: str) -> int:

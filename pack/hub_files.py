@@ -1,69 +1,67 @@
-"""Download files of a Hub repository, several at a time, with one progress bar. Interrupting does not wait for them.
+"""Download files of a Hub repository, several at a time, and count their bytes. Interrupting does not wait for them.
 
 The repository is never listed: it may hold any number of other files. hub_name.py says why this is in pack/.
 """
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from .hub_errors import patiently
 
 WORKERS = 8
 
 
 def fetch_files(
     repo: str,
-    sizes: Mapping[str, int],
+    names: Sequence[str],
     commit: str,
-    each: Callable[[str], object] = lambda name: None,
+    advance: Callable[[int], object] = lambda count: None,
     **options: Any,
 ) -> None:
     """Download files of a commit, and continue partial downloads.
 
-    `sizes` maps names to bytes for the bar, `each` is called with the name of each finished file, and `options` are for
-    `huggingface_hub.hf_hub_download`.
+    `advance` is called with the bytes that have arrived since its last call, also of earlier downloads. Any thread may
+    call it. `options` are for `huggingface_hub.hf_hub_download`.
     """
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    if not sizes:
-        return
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[str, BaseException | None]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     stopped = threading.Event()
-    for name in sizes:
+    for name in names:
         todo.put(name)
-    counted: dict[str, object] = {"total": sum(sizes.values()), "unit": "B", "unit_scale": True}
-    with tqdm(desc=f"{len(sizes)} files of {repo}", **counted) as bar:  # type: ignore[no-untyped-call]
 
-        def work() -> None:
-            while not stopped.is_set():
-                try:
-                    name = todo.get_nowait()
-                except queue.Empty:
-                    return
-                try:
-                    hf_hub_download(repo, name, revision=commit, tqdm_class=_part_of(bar.update, stopped), **options)
-                    done.put((name, None))
-                except BaseException as error:
-                    done.put((name, error))
+    def work() -> None:
+        while not stopped.is_set():
+            try:
+                name = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                part = _part_of(advance, stopped)
+                download = functools.partial(hf_hub_download, revision=commit, tqdm_class=part, **options)
+                patiently(functools.partial(download, repo, name))
+                done.put(None)
+            except BaseException as error:
+                done.put(error)
 
-        for _ in range(min(WORKERS, len(sizes))):
-            threading.Thread(target=work, daemon=True).start()
-        try:
-            for _ in sizes:
-                name, error = done.get()
-                if error is not None:
-                    raise error
-                each(name)
-        finally:
-            stopped.set()
+    for _ in range(min(WORKERS, len(names))):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        for _ in names:
+            if (error := done.get()) is not None:
+                raise error
+    finally:
+        stopped.set()
 
 
-def _part_of(advance: Callable[[float | None], object], stopped: threading.Event) -> type:
-    """A progress bar class for huggingface_hub: each file's bar advances the one shared by all, until `stopped`."""
+def _part_of(advance: Callable[[int], object], stopped: threading.Event) -> type:
+    """A progress bar class for huggingface_hub, which gives each file a bar: it calls `advance` until `stopped`."""
 
     class Part:
         def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
@@ -77,7 +75,7 @@ def _part_of(advance: Callable[[float | None], object], stopped: threading.Event
 
         def update(self, n: float | None = 1) -> None:
             if not stopped.is_set():
-                advance(n)
+                advance(int(n or 0))
 
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_, **__: None

@@ -6,9 +6,11 @@ all its users may import from it.
 
 from __future__ import annotations
 
+import functools
 import os
 
 from .errors import InputError
+from .hub_errors import patiently, reason
 
 SECONDS = 5.0  # to wait for the Hub's answer, unless HF_HUB_ETAG_TIMEOUT is set
 
@@ -44,22 +46,17 @@ def on_hub(
             raise ConnectionError("HF_HUB_OFFLINE is set")
         seconds = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else SECONDS
         for file in files:
+            url = hf_hub_url(name, file, repo_type=kind, revision=revision)
+            look = functools.partial(get_hf_file_metadata, url, token, timeout=seconds)
             try:
-                get_hf_file_metadata(hf_hub_url(name, file, repo_type=kind, revision=revision), token, timeout=seconds)
+                look() if here else patiently(look)
                 return file
             except hub.EntryNotFoundError:
                 continue
         return None
     except hub.RevisionNotFoundError:
         raise InputError(f"{name}: has no revision {revision!r} on the Hub") from None
-    except hub.RepositoryNotFoundError:
-        raise InputError(
-            f"{name}: {also}no such repository on the Hub, or no access to it: log in with hf auth login"
-        ) from None
-    except Exception as error:  # no connection: which class says so depends on huggingface_hub's HTTP library
-        if here:
+    except Exception as error:  # which class says that there is no connection depends on the library's HTTP library
+        if here and not isinstance(error, hub.RepositoryNotFoundError):
             return here[0]
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(
-            f"{name}: {also}the Hub cannot be reached ({constants.ENDPOINT}: {why}): check the name, or the network"
-        ) from None
+        raise InputError(f"{name}: {also}{reason(error)}") from None

@@ -17,7 +17,7 @@ import numpy as np
 
 from .codec.bits import Buffer
 from .errors import BundleError, Kind
-from .files import open_file
+from .files import advise, open_file
 from .manifest import ExpertFileEntry
 from .safetensors_file import Header, make_header, parse_header
 from .spec import MAX_EXTENT, MEMORY_PAGE, PAGE, DenseLayer, ExpertLayer, Version, align
@@ -106,7 +106,7 @@ class LayerFile:
         try:
             if (size := os.fstat(file).st_size) != entry.size:
                 raise self._bad("size", f"{size} bytes, the manifest says {entry.size}")
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_RANDOM)  # some systems read 8 MiB of extents with a header
+            advise(file, "RANDOM")  # some systems read 8 MiB of extents with a header
             head = os.pread(file, entry.header_size, 0)
             self._map = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:

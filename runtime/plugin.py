@@ -35,7 +35,7 @@ from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 from moepack.runtime.store.checked import recording
 
 from .attach import attach
-from .process_limit import ProcessLimit, keep_limit
+from .process_limit import ProcessLimit, check_budget, keep_limit
 from .profile import profiled
 from .snapshot import fetch
 
@@ -101,6 +101,7 @@ class MoepackQuantizer(HfQuantizer):
         self._bundle: Bundle | None = None
         self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()
+        self._bounded = False  # in a budget on a CPU
         self._limit: ProcessLimit | None = None
         self._model: weakref.ref[PreTrainedModel] | None = None  # the model that is loaded now
 
@@ -129,7 +130,7 @@ class MoepackQuantizer(HfQuantizer):
         where = kwargs.get("device_map") or "cpu"
         devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
         # On a CPU in a budget, files of tensors are checked as they are read (dense/mapped.py)
-        later = config.options().in_budget and devices == {"cpu"}
+        later = self._bounded = config.options().in_budget and devices == {"cpu"}
         self._model = weakref.ref(model)
         bundle.check(*(() if later else (name for name in bundle.files if name != LEFTOVERS)))
         if later:
@@ -172,14 +173,17 @@ class MoepackQuantizer(HfQuantizer):
             raise InputError(f"a memory limit is for a model on the CPU: on {named} give a device memory instead")
 
     def update_weight_conversions(self, weight_conversions: object, *model: object) -> object:
-        """Keep the memory limit: the last hook before weights are read, and no longer among patches of model code.
+        """Check the budget on a CPU: the last hook before weights are read, and no longer among patches of model code.
 
         Up to 5.19 at least, transformers does not hand over the model.
         """
-        if self._options.memory is not None and self._limit is None:
+        if self._bounded and self._limit is None:
             loaded = None if self._model is None else self._model()
             assert self._bundle is not None and loaded is not None
-            self._options, self._limit = keep_limit(loaded, self._bundle, self._options, self._dense)
+            if self._options.memory is not None:
+                self._options, self._limit = keep_limit(loaded, self._bundle, self._options, self._dense)
+            else:
+                check_budget(loaded, self._bundle, self._options, self._dense)
         return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:

@@ -156,15 +156,35 @@ def keep_limit(
     policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
     check_policy(bundle, policy)
     try:
-        if policy.is_live:
-            make_plan(bundle, policy.options, fixed.total, limit.budget)
-        else:
-            unchanging(bundle, policy, fixed, limit.budget)
+        _check_fits(bundle, policy, fixed, limit.budget)
         if (loading := outside + _twice(model, bundle, dense)) > limit.budget:
             raise TooSmallError(f"{bundle.path}: loading its dense tensors takes {loading} bytes", loading)
     except TooSmallError as error:
         raise limit.too_small(bundle, error) from None
     return replace(options, device_memory=limit.budget), limit
+
+
+def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]) -> None:
+    """Check on a CPU that the options' budget holds a model whose weights are not read yet. `dense`: as in `attach`.
+
+    A model of another class than the bundle's own has other tensors: it is checked when they are there.
+
+    Raises:
+        TooSmallError: if the budget does not hold the model at its smallest versions.
+    """
+    if options.budget is None or type(model).__name__ != bundle.manifest.model["architecture"]:
+        return
+    needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
+    outside += dense_change(bundle, dense, model.dtype.itemsize)
+    policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
+    _check_fits(bundle, policy, Fixed(outside, needs.kv_bytes, needs.activations), options.budget)
+
+
+def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> None:
+    if policy.is_live:
+        make_plan(bundle, policy.options, fixed.total, budget)
+    else:
+        unchanging(bundle, policy, fixed, budget)
 
 
 def _in_file(needs: MeasuredNeeds, model: PreTrainedModel, bundle: Bundle) -> int:

@@ -37,6 +37,7 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     """
     from huggingface_hub import HfApi, constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     try:
         file = Path(hf_hub_download(name, MANIFEST, revision=commit, **options))
@@ -67,7 +68,11 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
         sizes |= _sizes(manifest, version)
     for version in {v.name for v in choose_dense(asked.dense if manifest.dense else None, could, asked.policy)}:
         sizes |= {n: manifest.expert_files[n].size for n in manifest.dense_files(version)}
-    fetch_files(name, {n: size for n, size in sizes.items() if not (root / n).exists()}, commit, **options)
+    missing = {n: size for n, size in sizes.items() if not (root / n).exists()}
+    if missing:
+        what = f"{len(missing)} files of {name}"
+        with tqdm(desc=what, total=sum(missing.values()), unit="B", unit_scale=True) as bar:  # type: ignore[no-untyped-call]
+            fetch_files(name, list(missing), commit, bar.update, **options)
     return open_bundle(root, skip_partial=True)
 
 

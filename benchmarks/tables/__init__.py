@@ -11,7 +11,6 @@ from pathlib import Path
 
 from .building import (
     families,
-    families_rounding,
     quality,
     quantisers,
     summary,
@@ -20,15 +19,13 @@ from .common import RESULTS, ROOT, machine, results, table
 from .formats import (
     formats,
 )
-from .gpu_day import gpu_layers, gpu_measured, gpu_token
+from .gpu_day import gpu_layers, gpu_measured
 from .kernels import codec, kernels, released_kernels, whole_model
 from .peers import limited, limited_released, peer_models, peer_quality
 from .serving import (
     alpha,
     hostile,
-    hostile_formats,
     limited_clients,
-    limited_soak,
     on_demand,
     pinned,
     policies,
@@ -38,7 +35,6 @@ from .serving import (
     selector,
     serving,
     similarity,
-    soak,
     start,
     tpot,
 )
@@ -77,22 +73,17 @@ TABLES: dict[str, Callable[[], str]] = {
         prediction,
         alpha,
         hostile,
-        hostile_formats,
-        soak,
         serving,
         start,
         families,
-        families_rounding,
         peer_models,
         peer_quality,
         gpu_layers,
         gpu_measured,
-        gpu_token,
         formats,
         limited,
         limited_clients,
         limited_released,
-        limited_soak,
     )
 }
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)

@@ -31,9 +31,9 @@ def summary() -> str:
 
 
 SETS = {
-    "generated 1536x2048": "Qwen3-30B-A3B's gate and up, generated",
-    "generated 2048x768": "its down, generated",
-    "tiny-qwen3-moe": "the 192 of tiny-qwen3-moe",
+    "generated 1536x2048": "gate and up",
+    "generated 2048x768": "down",
+    "tiny-qwen3-moe": "tiny-qwen3-moe",
 }
 
 
@@ -53,20 +53,17 @@ def quantisers() -> str:
 
 
 def families() -> str:
-    """Those that work first, then the others with what moepack says of them."""
+    """Those that work, by how a checkpoint stores their experts, then the others with what moepack says of them."""
     rows = results("families")["rows"]
-    order = ["works", "refused", "no small model"]
-    rows = sorted(rows, key=lambda r: (order.index(r["outcome"]), r["model_type"]))
-    return table(
-        ["`model_type`", "class", "", "experts", "why"],
-        [[f"`{r['model_type']}`", f"`{r['class']}`", r["outcome"], r.get("experts", ""), r["why"]] for r in rows],
-    )
-
-
-def families_rounding() -> str:
-    """The error of the logits in BF16 against float32, plain and served."""
-    rows = [row for row in results("families")["rows"] if row["outcome"] == "works"]
-    return table(
-        ["`model_type`", "kinds of layers tried", "plain BF16", "moepack", "ratio"],
-        [[f"`{row['model_type']}`", row["layers"], row["plain"], row["moepack"], row["ratio"]] for row in rows],
-    )
+    whole = [r for r in rows if r["outcome"] == "works" and not r["why"]]
+    stored = list(dict.fromkeys(r["experts"] for r in whole))
+    stored.sort(key=lambda experts: -sum(r["experts"] == experts for r in whole))
+    out = [[experts, ", ".join(f"`{r['model_type']}`" for r in whole if r["experts"] == experts)] for experts in stored]
+    limits: dict[str, list[str]] = {}
+    for r in rows:
+        if r not in whole:
+            why = str(r["why"]).replace(f"{r['model_type']}: ", "").replace(r["model_type"], "it")
+            limits.setdefault(why, []).append(f"`{r['model_type']}`")
+    works = table(["experts", "`model_type`"], out)
+    others = table(["`model_type`", "refused, or limited"], [[", ".join(names), why] for why, names in limits.items()])
+    return f"{works}\n\n{others}"

@@ -29,6 +29,7 @@ DOCUMENTS = (
 )
 TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "humaneval": "HumanEval"}
 VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
+LIBRARIES = ("torch", "transformers")  # a file of results has all of them
 
 
 def results(name: str) -> Row:
@@ -52,10 +53,9 @@ def machine(names: str, page: Path) -> str:
         where = f"{m['cpu']}{simd}, {m['cores']} cores, {m['memory_gib']} GiB, {m['gpu'] or 'no GPU'}"
         path = os.path.relpath(RESULTS / f"{name}.json", page.parent)
         threads = f"{m['torch_threads']} thread{'s' * (m['torch_threads'] != 1)}"
-        files.setdefault(where, []).append(f"[{name}]({path}), {threads}")
-        libraries |= {"Python": m["python"]} | m["libraries"]
-    libraries.pop("moepack", None)
-    shown = [f"{where}: {'; '.join(of)}." for where, of in files.items()]
+        files.setdefault(f"{where}, {threads}", []).append(f"[{name}]({path})")
+        libraries |= {"Python": m["python"]} | {k: m["libraries"][k] for k in LIBRARIES if k in m["libraries"]}
+    shown = [f"{where}: {', '.join(of)}." for where, of in files.items()]
     return " ".join(["Machine:", *shown, f"With {', '.join(f'{k} {v}' for k, v in libraries.items())}."])
 
 

@@ -20,29 +20,18 @@ def gpu_layers() -> str:
     rows = []
     for version in VERSIONS:
         at = [found[f"layer, {version}, {n} tokens"] for n in TOKENS]
-        cells = [f"{r['value']:.0f}, {r['more']['torch BF16 us']:.0f}, {r['more']['bytes floor us']:.0f}" for r in at]
+        cells = [f"{r['value']:.0f}, {r['more']['torch BF16 us']:.0f}" for r in at]
         rows.append([version, *cells])
     return table(["version", *[f"{n:,} token{'s' * (n > 1)}" for n in TOKENS]], rows)
 
 
 def gpu_measured() -> str:
-    """The other rows, and the limits of those that have one."""
+    """The rows that have no limit to hold."""
     rows = []
     for r in _rows("machine", "coded", "served", "large"):
-        held = r["limit"]
-        value = r["value"]
+        if r["limit"] is not None:
+            continue
         more = r.get("more", {}).get("tokens/s")
-        shown = f"{value:,.4g} {r['unit']}" + (f" ({more:.4g} tokens/s)" if more else "")
-        rows.append([f"{r['stage']}: {r['row']}", shown, "" if held is None else f"{held:,.4g}", r["verdict"]])
-    return table(["row", "measured", "limit", "verdict"], rows)
-
-
-def gpu_token() -> str:
-    """Where a replayed token's time goes, by kernel."""
-    row = next(r for r in _rows("large") if r["row"] == "w4, dense w8: token, by graph")
-    whole = 1e3 * row["value"]
-    rows = list[list[str]]()
-    for name, us in list(row["more"]["kernels us"].items())[:11]:
-        count, _, kernel = name.partition(" ")
-        rows.append([f"`{kernel[:44]}`", count, f"{us:.0f}", f"{us / float(count):.1f}", f"{100 * us / whole:.0f} %"])
-    return table(["kernel", "launches", "us", "us each", "of the token's time"], rows)
+        shown = f"{r['value']:,.4g} {r['unit']}" + (f" ({more:.4g} tokens/s)" if more else "")
+        rows.append([f"{r['stage']}: {r['row'].removeprefix('w4, dense w8: ')}", shown])
+    return table(["row", "measured"], rows)

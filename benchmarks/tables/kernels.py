@@ -4,31 +4,35 @@ from __future__ import annotations
 
 from .common import ratio, results, table
 
+TOKENS = (1, 16, 512)
+
 
 def codec() -> str:
-    """Size and speed of the lossless codec."""
-    out = []
-    for row in results("codec")["rows"]:
-        speed = [f"{row[k]:.3g}" if k in row else "" for k in ("encode GB/s", "decode GB/s")]
+    """Size of the lossless codec, and its speed by the shape of the weights."""
+    rows = [row for row in results("codec")["rows"] if "encode GB/s" in row]
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        fp8 = row["matrix"].startswith("FP8")
         bits = f"{row['bits/weight']:.2f}" if "bits/weight" in row else ""
-        out.append([row["matrix"], row["codec"], str(row.get("threads", "")), bits, row.get("over floor", ""), *speed])
-    return table(
-        ["weights", "codec", "threads", "bits a weight", "over the floor", "encode, GB/s", "decode, GB/s"], out
-    )
+        name = f"{row['codec']}, FP8 codes" if fp8 else row["codec"]
+        cells = found.setdefault(name, [bits, row.get("over floor", "")] + ["", ""] * fp8)
+        cells += [f"{row[k]:.3g}" for k in ("encode GB/s", "decode GB/s")]
+    shapes = dict.fromkeys(row["matrix"] for row in rows if not row["matrix"].startswith("FP8"))
+    heads = [head for shape in shapes for head in (f"{shape}: encode", "decode")]
+    out = [[name, *cells, *[""] * (2 + len(heads) - len(cells))] for name, cells in found.items()]
+    return table(["codec", "bits a weight", "over the floor", *heads], out)
 
 
 def kernels() -> str:
-    """A layer's experts at true size, one thread."""
-    out = []
+    """A layer's experts at true size, one thread: our time beside torch's and beside reading, by tokens."""
+    found: dict[str, list[str]] = {}
     for row in results("kernels-tiny-qwen3-moe")["rows"]:
-        if row.get("tokens") not in (1, 16, 512):
-            continue
-        rest = [
-            ratio(row[k]) if k in row else "" for k in ("speed-up", "over floor", "over uniform", "over dequantise")
-        ]
-        out.append([str(row["tokens"]), row["version"], f"{row['ours us'] / 1000:.2f} ms", *rest])
-    columns = ["tokens", "version", "ours", "torch BF16 over ours", "ours over reading the bytes"]
-    return table([*columns, "over uniform layers", "dequantise and multiply over ours"], out)
+        if row.get("tokens") in TOKENS:
+            cells = found.setdefault(row["version"], [])
+            cells += [f"{row['ours us'] / 1000:.2f} ms", ratio(row["speed-up"]), ratio(row["over floor"])]
+    columns = [f"{n} token{'s' * (n > 1)}" for n in TOKENS]
+    heads = [head for column in columns for head in (column, "torch over it", "it over reading")]
+    return table(["version", *heads], [[version, *cells] for version, cells in found.items()])
 
 
 def whole_model() -> str:
@@ -50,12 +54,10 @@ def released_kernels() -> str:
         if "MB" in r and r["tokens"] == 1
     ]
     pace = {(r["instructions"], r["version"]): r["ours us"] / r["MB"] for r in rows}
-    out = []
+    found: dict[str, list[str]] = {}
     for row in rows:
         mine = row["ours us"] / row["MB"]
-        over = [ratio(mine / pace[row["instructions"], v]) for v in ("bf16", "w4")]
-        out.append(
-            [row["instructions"], row["version"], f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", *over]
-        )
-    columns = ["instructions", "version", "ours", "GB/s"]
-    return table([*columns, "a byte's time over bf16's", "over w4's"], out)
+        over = ratio(mine / pace[row["instructions"], "bf16"])
+        found.setdefault(row["version"], []).extend([f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", over])
+    columns = [f"{level}{head}" for level in ("AVX2", "AMX") for head in ("", ", GB/s", ", over bf16")]
+    return table(["version", *columns], [[version, *cells] for version, cells in found.items()])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from benchmarks.common import Row
 
 from .common import results, table
@@ -18,32 +16,32 @@ def _own(side: str) -> str:
 
 
 def peer_models() -> str:
-    """Tokens a second of a generated model on both sides."""
-    out = []
+    """Tokens a second of a generated model on both sides, by threads, and ours over llama.cpp's best."""
+    found: dict[str, list[str]] = {}
     for row in _peers("models"):
-        rates = [f"{row[k]:.0f}" if k in row else "" for k in ("decode tokens/s", "prefill tokens/s")]
-        over = [
-            f"{row[k]:.2f}" if (k := f"{what} over llama.cpp's best") in row else "" for what in ("decode", "prefill")
-        ]
-        if "not measured" not in row:
-            out.append([str(row["threads"]), _own(row["side"]), *rates, *over])
-    columns = ["threads", "side", "decode, tokens/s", "prefill, tokens/s"]
-    return table([*columns, "decode over llama.cpp's best", "prefill over its best"], out)
+        if "not measured" in row:
+            continue
+        cells = found.setdefault(_own(row["side"]), [])
+        for what in ("decode", "prefill"):
+            rate = f"{row[f'{what} tokens/s']:.0f}"
+            over = row.get(f"{what} over llama.cpp's best")
+            cells.append(rate if over is None else f"{rate} ({over:.2f})")
+    columns = [f"{what}, {threads}" for threads in ("1 thread", "2 threads") for what in ("decode", "prefill")]
+    return table(["side", *columns], [[side, *cells] for side, cells in found.items()])
 
 
 def peer_quality() -> str:
-    """Error and divergence by bits on both sides, of generated matrices and of the larger trained model."""
+    """By bits on both sides: the error of generated matrices, error and divergence of the larger trained model."""
     rows = [row for row in _peers("quality") if row["model"] != "mini-qwen3-moe"]
-    out = []
+    found: dict[str, list[str]] = {}
     for row in sorted(rows, key=lambda r: -r["bits/weight"]):
-        error = f"{row['error']:.2g}" if "error" in row else ""
-        kl = f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}" if "KL, mnat" in row else ""
-        added = f"{row['added, %']:+.1f} % ± {row['added +-']:.1f}" if "added, %" in row else ""
         name = _own(f"{row['who']} {row['encoding']}")
-        out.append([row["model"], name, f"{row['bits/weight']:.4g}", error, kl, added])
-    order = list(dict.fromkeys(row["model"] for row in rows))
-    out.sort(key=lambda cells: order.index(cells[0]))
-    return table(["matrices of", "encoding", "bits", "error", "KL, mnat", "attention adds"], out)
+        cells = found.setdefault(name, [f"{row['bits/weight']:.4g}", "", "", ""])
+        if "error" in row:
+            cells[1 if row["model"] == "generated" else 2] = f"{row['error']:.2g}"
+        if "KL, mnat" in row:
+            cells[3] = f"{row['KL, mnat']:.3g} ± {row['+-']:.2g}"
+    return table(["encoding", "bits", "error, generated", "error", "KL, mnat"], [[n, *c] for n, c in found.items()])
 
 
 def limited() -> str:
@@ -66,13 +64,9 @@ def limited_rows(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         "read a token, MB": "MB/token read",
         "waited a token, ms": "ms/token waited",
         "uses at w4": "served w4",
-        "process, GB": "process GB",
-        "result": "result",
     }
     out = []
     for row in rows:
         cells = [f"{v:.3g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns.values()]
-        if (least := re.search(r"refused: .*the least that would do is (\d+)", cells[-1])) is not None:
-            cells[-1] = f"refused: needs {int(least[1]) / 1e9:.1f} GB"
         out.append([f"{row['cage GB']:g}", _own(row["side"]), *cells])
     return ["limit, GB", "side", *columns], out

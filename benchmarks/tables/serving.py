@@ -17,16 +17,19 @@ POLICIES = {
 
 
 def residency() -> str:
-    """Perplexity by budget and policy."""
-    out = []
+    """Perplexity, promotions and bytes read by policy, at each budget."""
+    found: dict[str, dict[str, Row]] = {}
     for row in results("residency-tiny-qwen3-moe")["rows"]:
-        if not set(TEXTS) <= row.keys():
-            continue
-        share = row["budget"] or "none"
-        counts = [f"{row[k]:,.0f}" for k in ("peak MB", "promotions", "MB copied", "waits")]
-        out.append([share, POLICIES.get(row["policy"], row["policy"]), *(figures(row[t]) for t in TEXTS), *counts])
-    columns = ["budget", "policy", *TEXTS.values(), "peak, MB", "promotions", "MB read", "waits"]
-    return table(columns, out)
+        if set(TEXTS) <= row.keys() and row["budget"]:
+            found.setdefault(row["policy"], {})[row["budget"]] = row
+    budgets = list(dict.fromkeys(budget for rows in found.values() for budget in rows))
+    out = []
+    for policy, rows in found.items():
+        at = [rows[budget] for budget in budgets]
+        perplexities = [", ".join(figures(row[t]) for t in TEXTS) for row in at]
+        moved = [_each(at, key, ".0f") for key in ("promotions", "MB copied")]
+        out.append([POLICIES.get(policy, policy), *perplexities, *moved])
+    return table(["policy", *budgets, "promotions", "MB read"], out)
 
 
 def tpot() -> str:
@@ -48,21 +51,34 @@ def tpot() -> str:
 
 
 def policies() -> str:
-    """All policies at equal bytes of device memory."""
-    out = []
+    """All policies at equal bytes of device memory: a cell has the figures of each budget, the smallest first."""
+    found: dict[str, dict[str, Row]] = {}
     for row in results("policies-tiny-qwen3-moe")["rows"]:
-        name = row["policy"]
-        share = row["budget"] or "none"
-        if "least MB" in row:
-            out.append([share, name, f"needs {row['least MB']:.1f} MB", *[""] * 9])
-            continue
-        kl = f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}" if "KL, mnat" in row else ""
-        times = [f"{row[k]:.1f}" if k in row else "" for k in ("TTFT ms", "TPOT p50 ms", "TPOT p99 ms")]
-        moved = [_megabytes(row[k]) for k in ("MB demand", "MB ahead", "MB host")]
-        waits = f"{row['waits']:,}" if row["waits"] else ""
-        out.append([share, name, *(figures(row[t]) for t in TEXTS), kl, *times, *moved, waits])
-    columns = ["budget", "policy", *TEXTS.values(), "KL, mnat", "TTFT, ms", "TPOT, ms", "its 99th percentile, ms"]
-    return table([*columns, "waited for, MB", "ahead, MB", "host, MB", "waits"], out)
+        if row["policy"] not in ("all bf16", "all w2"):
+            found.setdefault(row["policy"], {})[row["budget"]] = row
+    budgets = list(dict.fromkeys(budget for rows in found.values() for budget in rows))
+    out = []
+    for name, rows in found.items():
+        at = [rows[budget] for budget in budgets]
+        divergences = [_divergence(row) for row in at]
+        times = [_each(at, key, ".1f") for key in ("TTFT ms", "TPOT p50 ms")]
+        moved = [_each(at, key, ".0f") for key in ("MB demand", "MB ahead", "MB host")]
+        out.append([name, *divergences, *times, *moved])
+    columns = [*(f"KL at {budget}, mnat" for budget in budgets), "TTFT, ms", "TPOT, ms"]
+    return table(["policy", *columns, "waited for, MB", "ahead, MB", "host, MB"], out)
+
+
+def _divergence(row: Row) -> str:
+    if "least MB" in row:
+        return f"needs {row['least MB']:.1f} MB"
+    return f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}"
+
+
+def _each(rows: list[Row], key: str, how: str) -> str:
+    """Show one figure of each row, or nothing where all are zero; a dash stands for a row that lacks it."""
+    if not any(row.get(key) for row in rows):
+        return ""
+    return ", ".join(f"{row[key]:{how}}" if key in row else "-" for row in rows)
 
 
 def pinned() -> str:
@@ -109,8 +125,13 @@ def selector() -> str:
 
 
 def retention() -> str:
-    """Critical experts and the others."""
-    return _divergences("importance: retention")
+    """Critical experts and the others: KL by the share that is critical."""
+    found: dict[str, dict[str, str]] = {}
+    for row in _claims("importance: retention"):
+        widths, share, by = row["what"].split(", ")
+        found.setdefault(f"{widths}, {by}", {})[share] = f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}"
+    shares = list(dict.fromkeys(share for cells in found.values() for share in cells))
+    return table(["KL, mnat", *shares], [[name, *(c.get(share, "") for share in shares)] for name, c in found.items()])
 
 
 def on_demand() -> str:
@@ -138,32 +159,18 @@ def alpha() -> str:
 
 
 def serving() -> str:
-    """Servers by clients."""
-    return as_is("serve")
-
-
-LIMITED = ((6, "hotness:hi=w2,lo=stored"), (10, "hotness:hi=w2,lo=stored"), (14, "hotness"), (20, "static:w4"))
+    """Servers: a cell has the figures of each number of clients."""
+    found: dict[str, list[Row]] = {}
+    for row in results("serve")["rows"]:
+        found.setdefault(row["server"], []).append(row)
+    keys = {"tokens/s": ".0f", "TTFT p50": ".0f", "TTFT p99": ".0f", "TPOT p50": ".1f", "TPOT p99": ".1f", "errors": ""}
+    out = [[server, *(_each(rows, key, how) for key, how in keys.items())] for server, rows in found.items()]
+    return table(["server", *keys], out)
 
 
 def limited_clients() -> str:
     """One server by clients, of a model larger than memory."""
     return as_is("limited-clients")
-
-
-def limited_soak() -> str:
-    """16 clients, and one, for minutes in each limit of memory, of a model larger than it."""
-    out = []
-    for clients, name, (limit, policy) in [(*who, at) for who in (("16", "soak"), ("1", "steps")) for at in LIMITED]:
-        found = results(f"limited-{name}-{limit}")
-        rows = found["rows"]
-        targets = found["targets"]
-        last = rows[-1]
-        peak = next(t["value"] for t in targets if t["name"].startswith("peak of the process"))
-        answers = str(sum(row["answers"] for row in rows))
-        counts = [f"{last['minutes']:.0f}", answers, str(last["errors"])]
-        out.append([clients, str(limit), policy, *counts, f"{last['process MB'] / 1e3:.2f}", f"{peak:.3f}"])
-    columns = ["clients", "limit, GB", "policy", "minutes", "requests", "errors", "process, GB", "of the limit"]
-    return table(columns, out)
 
 
 def start() -> str:
@@ -176,28 +183,8 @@ def hostile() -> str:
     return _became(results("hostile")["rows"], "changed", "what is changed")
 
 
-def hostile_formats() -> str:
-    """And by the format of the experts."""
-    return _became(results("hostile")["formats"], "format", "of what")
-
-
 def _became(rows: list[Row], name: str, heading: str) -> str:
     columns = ("cases", "opened", "refused", "wrong")
     every = {name: "all", **{c: sum(row[c] for row in rows) for c in columns}}
     out = [[row[name], *(f"{row[c]:,}" for c in columns)] for row in (*rows, every)]
     return table([heading, "cases", "opened", "refused", "anything else"], out)
-
-
-def soak() -> str:
-    """A server under load for minutes."""
-    columns = {
-        "minutes": ".1f",
-        "MB": ".1f",
-        "answers": ",",
-        "errors": ",",
-        "left": ",",
-        "promotions": ",",
-        "waits": ",",
-    }
-    out = [[f"{row[c]:{how}}" for c, how in columns.items()] for row in results("soak")["rows"]]
-    return table(["minutes", "memory, MB", "answers", "errors", "clients that left", "promotions", "waits"], out)

@@ -93,9 +93,7 @@ def plan(bundle: Bundle, options: LoadOptions, as_json: Json = False) -> None:
     if planned.message is not None:
         fail(planned.message)
     if not as_json:
-        table, text = planning.render(planned)
-        console().print(table)
-        console().print(text)
+        console().print(planning.render(planned))
 
 
 def doctor(
@@ -106,29 +104,14 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Show this machine's build methods, devices, memory and rates."""
-    from moepack.reports.doctor import doctor as run
-    from moepack.reports.doctor import kernels as measure
+    from moepack.reports import doctor as reports
 
     if kernels:
-        rows = measure()
+        rows = reports.kernels()
         line = "{device:<16} {version:<16} {tokens:>6} tokens an expert: {kernel}"
         show({"kernels": rows}, as_json, "\n".join(line.format(**row) for row in rows))
         return
-    facts = run(directory)
-    if as_json:
-        print_json(facts)
-    else:
-        for key, value in facts.items():
-            if isinstance(value, dict):
-                value = ", ".join(f"{k} {_human(k, v)}" for k, v in value.items())
-            typer.echo(f"{key:<18} {_human(key, value)}")
+    facts = reports.doctor(directory)
+    show(facts, as_json, reports.render)
     if facts["problems"]:
         raise typer.Exit(1)
-
-
-def _human(key: str, value: object) -> str:
-    if isinstance(value, int | float) and "bytes" in key:
-        return f"{value / 2**30:.2f} GiB" + ("/s" if key.endswith("second") else "")
-    if value in (None, [], ""):
-        return "none"
-    return str(value)

@@ -77,7 +77,7 @@ def pull(
     api = HfApi()
     if on_hub(repo, MANIFEST, PUSHING, instead="", revision=revision) is None:
         raise HubError(f"{repo}: is not a moepack bundle: it has no {MANIFEST}")
-    with hub_errors(repo):
+    with hub_errors(repo, reporter):
         newest = read_remote(api, repo, revision)
         if newest is None:
             raise HubError(f"{repo}: a push to it has not ended: try again later, or name an earlier --revision")
@@ -156,7 +156,7 @@ def _pull(
     card = {n: remote.sizes[n] for n in CARD if n in remote.sizes and n not in sizes}
     card = {n: size for n, size in card.items() if size <= _CARD_BYTES and not (staging.target / n).exists()}
     with Reporter().hub_bars():
-        fetch_files(remote.repo, card, remote.commit, local_dir=staging.files, token=api.token)
+        fetch_files(remote.repo, list(card), remote.commit, local_dir=staging.files, token=api.token)
     staging.publish([*missing, *card], remote.data, {"repo": remote.repo, "commit": remote.commit})
 
 
@@ -180,10 +180,11 @@ def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], r
             problems.append(Problem(f"{remote.repo}/{name}", "size", f"{said}, the manifest says {size} bytes"))
     if problems:
         raise BundleError(problems)
-    reporter.stage("fetch", len(sizes))
+    reporter.stage("fetch", 1)
     reporter.step(remote.repo)
-    with reporter.hub_bars():
-        fetch_files(remote.repo, sizes, remote.commit, reporter.step, local_dir=folder, token=api.token)
+    reporter.inner("bytes", sum(sizes.values()))
+    with Reporter().hub_bars():  # which hides them: the reporter's own are shown
+        fetch_files(remote.repo, list(sizes), remote.commit, reporter.advance, local_dir=folder, token=api.token)
 
 
 def _verify(remote: Remote, root: Path, names: set[str], reporter: Reporter) -> None:
@@ -223,7 +224,11 @@ def _fitting(fit: LoadOptions, reporter: Reporter) -> Chooser:
         for name in names:
             if name not in remote.manifest.files:
                 raise BundleError.single(f"{remote.repo}/{name}", "missing", "not in the manifest")
-        found = fitting(fetch(names), fit)
+        described = fetch(names)
+        try:
+            found = fitting(described, fit)
+        except InputError as error:  # its message begins with the folder of the fetched files
+            raise InputError(str(error).replace(str(described.path), remote.repo)) from None
         reporter.note(f"{fit.budget:,} bytes hold {found.text}: fetching {', '.join(found.versions)}")
         return found.versions
 

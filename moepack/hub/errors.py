@@ -1,11 +1,15 @@
-"""Turn errors of the Hub library into one line each."""
+"""Turn errors of the Hub library into one line each, and its own waits into notes."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 from moepack.pack.errors import MoepackError
+from moepack.pack.hub_errors import reason
+from moepack.shared.progress import Reporter
 
 
 class HubError(MoepackError):
@@ -13,31 +17,24 @@ class HubError(MoepackError):
 
 
 @contextmanager
-def hub_errors(repo: str) -> Iterator[None]:
+def hub_errors(repo: str, reporter: Reporter, use: Literal["read", "write"] = "read") -> Iterator[None]:
     """Turn every error of requests to a repository into a HubError, except moepack's own errors."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+    def noted(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if any(word in text for word in ("Retrying", "before retry", "Trying to resume")):
+            reporter.note(f"{repo}: the Hub did not answer: {text}")
+        return record.levelno >= logging.ERROR
+
+    loggers = [logging.getLogger(f"huggingface_hub.{name}") for name in ("utils._http", "file_download")]
+    for logger in loggers:
+        logger.addFilter(noted)
     try:
         yield
     except MoepackError:
         raise
-    except GatedRepoError:
-        raise HubError(f"{repo}: gated: ask for access on its page, and log in with hf auth login") from None
-    except RepositoryNotFoundError:
-        raise HubError(f"{repo}: no such repository, or no access to it: log in with hf auth login") from None
-    except RevisionNotFoundError:
-        raise HubError(f"{repo}: has no such revision") from None
     except Exception as error:  # of the library, the operating system or the HTTP library
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if _unreachable(error):
-            text = f"the Hub cannot be reached ({constants.ENDPOINT}: {text}): check the network, and run the same "
-            text += "command again to continue"
-        raise HubError(f"{repo}: {text}") from None
-
-
-def _unreachable(error: BaseException) -> bool:
-    """Whether the Hub gave no answer. Compares class names: the classes depend on huggingface_hub's HTTP library."""
-    names = {"TransportError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "IncompleteSnapshotError"}
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return isinstance(error, ConnectionError | TimeoutError) or bool(kinds & names)
+        raise HubError(f"{repo}: {reason(error, use)}") from None
+    finally:
+        for logger in loggers:
+            logger.removeFilter(noted)

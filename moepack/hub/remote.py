@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 from collections.abc import Iterable, Mapping
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import BundleError
+from moepack.pack.hub_errors import patiently
 from moepack.pack.manifest import CARD, MANIFEST, MAX_BYTES, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.spec import expert_file
@@ -60,7 +62,8 @@ def files_of(api: HfApi, repo: str, names: Iterable[str], revision: str | None) 
     wanted = list(names)
     files = dict[str, RepoFile]()
     for at in range(0, len(wanted), _AT_ONCE):
-        found = api.get_paths_info(repo, wanted[at : at + _AT_ONCE], revision=revision)
+        asked = wanted[at : at + _AT_ONCE]
+        found = patiently(functools.partial(api.get_paths_info, repo, asked, revision=revision))
         files.update({f.path: f for f in found if isinstance(f, RepoFile)})
     return files
 
@@ -85,13 +88,15 @@ def read_small(api: HfApi, repo: str, name: str, revision: str | None) -> tuple[
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        facts = get_hf_file_metadata(hf_hub_url(repo, name, revision=revision, endpoint=api.endpoint), api.token)
+        url = hf_hub_url(repo, name, revision=revision, endpoint=api.endpoint)
+        facts = patiently(lambda: get_hf_file_metadata(url, api.token))
     except EntryNotFoundError:
         return None
     commit = str(facts.commit_hash)
     if facts.size is not None and facts.size > MAX_BYTES:
         raise BundleError.single(f"{repo}/{name}", "size", f"{facts.size} bytes, more than {MAX_BYTES}")
-    with open(hf_hub_download(repo, name, revision=commit, token=api.token), "rb") as f:  # noqa: PTH123
+    path = patiently(lambda: hf_hub_download(repo, name, revision=commit, token=api.token))
+    with open(path, "rb") as f:  # noqa: PTH123
         return f.read(MAX_BYTES + 1), commit
 
 

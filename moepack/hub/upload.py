@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 from moepack.pack.errors import BundleError, MissingExtraError
+from moepack.pack.hub_errors import patiently
 from moepack.pack.manifest import CARD, MANIFEST, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 FILES = 32  # the most files of a commit
+_NO_XET = (404, 405, 501)  # statuses of Hubs without Xet storage
 BYTES = 16 << 30  # the most bytes of a commit with several files
 # Files that a new repository on the Hub may hold.
 _EMPTY = (".gitattributes", ".gitignore", "readme.md", "license", "license.txt", "license.md", "notice", "notice.txt")
@@ -72,14 +76,43 @@ def push(
     if problems := verify(path, reporter=reporter):
         raise BundleError(problems)
     manifest = replace(bundle.manifest, files={n: e for n, e in bundle.manifest.files.items() if n not in CARD})
-    with hub_errors(repo), reporter.hub_bars():
+    with hub_errors(repo, reporter, "write"), reporter.hub_bars():
         api = HfApi()
-        api.create_repo(repo, private=private, exist_ok=True)
+        patiently(lambda: api.create_repo(repo, private=private, exist_ok=True), reporter.note)
         if revision is not None:
-            api.create_branch(repo, branch=revision, exist_ok=True)
+            patiently(lambda: api.create_branch(repo, branch=revision, exist_ok=True), reporter.note)
         there = _look(api, repo, revision, manifest)
         card = _card(bundle, repo, base_model, kl, reporter)
-        return _push(api, bundle, manifest.to_json(), there, card, reporter)
+        with _uploads(api, there, reporter):
+            return _push(api, bundle, manifest.to_json(), there, card, reporter)
+
+
+@contextmanager
+def _uploads(api: HfApi, there: _There, reporter: Reporter) -> Iterator[None]:
+    """Upload large files as LFS objects where the Hub has no Xet storage, which huggingface_hub takes for granted."""
+    from huggingface_hub import constants
+
+    disabled = constants.HF_HUB_DISABLE_XET
+    if not disabled and not _has_xet(api, there):
+        reporter.note(f"{api.endpoint} has no Xet storage: large files are sent as LFS objects")
+        constants.HF_HUB_DISABLE_XET = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_DISABLE_XET = disabled
+
+
+def _has_xet(api: HfApi, there: _There) -> bool:
+    """Ask the Hub for a token of its Xet storage. Raises HfHubHTTPError if the Hub refuses it."""
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+
+    branch = quote(there.revision or "main", safe="")
+    url = f"{api.endpoint}/api/models/{there.repo}/xet-write-token/{branch}"
+    answer = http_backoff("GET", url, headers=build_hf_headers(token=api.token))
+    if answer.status_code in _NO_XET:
+        return False
+    hf_raise_for_status(answer)
+    return "X-Xet-Cas-Url" in answer.headers
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +127,7 @@ class _There:
 
 def _look(api: HfApi, repo: str, revision: str | None, ours: Manifest) -> _There:
     """Read a repository; raise HubError unless it is empty, or holds a whole or partial bundle of this model."""
-    info = api.model_info(repo, revision=revision)
+    info = patiently(lambda: api.model_info(repo, revision=revision))
     commit = str(info.sha)
     found = dict[str, bytes]()
     listed = set[str]()
@@ -137,11 +170,14 @@ def _push(
             CommitOperationAdd(n, v if isinstance(v, bytes) else str(v)) for n, v in add.items()
         ]
         operations += [CommitOperationDelete(name) for name in remove]
-        made = api.create_commit(
-            there.repo, operations, commit_message=what, revision=there.revision, parent_commit=commit
+        made = patiently(
+            lambda: api.create_commit(
+                there.repo, operations, commit_message=what, revision=there.revision, parent_commit=commit
+            ),
+            reporter.note,
         )
-        commit = made.oid
-        return str(made.commit_url)
+        commit = str(made.oid)
+        return f"{api.endpoint}/{there.repo}/commit/{commit}"  # some Hubs answer a relative address
 
     ours = {n: size for n, size in bundle.files.items() if n not in CARD}
     names = [expert_file(v.name, layer.index) for v in bundle.versions for layer in bundle.layers]

@@ -7,12 +7,19 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from moepack.pack.files import advise
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.processors import processors
 from moepack.quantize import methods
 from moepack.quantize.methods import installed
+from moepack.shared.progress import size
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 _LIBRARIES = {
     "torch": "2.11",
@@ -99,6 +106,35 @@ def kernels() -> list[dict[str, str]]:
 
     backends.autotune()
     return backends.table()
+
+
+def render(facts: JsonObject) -> Table:
+    """Make a table of what `doctor` returns, with sizes and rates in units."""
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False)
+    for name, value in facts.items():
+        for label, text in _rows(name.replace("_", " "), value):
+            table.add_row(label, text)
+    return table
+
+
+def _rows(label: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield a fact as labels and texts: a row for each entry of a mapping or a list."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _rows(f"{label}: {name.replace('_', ' ')}", inner)
+    elif isinstance(value, list) and value:
+        for number, inner in enumerate(value):
+            yield from _rows(f"{label} {number}" if isinstance(inner, Mapping) else label, inner)
+    elif "bytes per second" in label and isinstance(value, int | float):
+        yield label.replace(" bytes per second", ""), f"{size(value)}/s"
+    elif label.endswith(" bytes") and isinstance(value, int | float):
+        yield label.removesuffix(" bytes"), size(value)
+    elif isinstance(value, bool):
+        yield label, "yes" if value else "no"
+    else:
+        yield label.removesuffix(" bytes"), "none" if value in (None, [], "") else str(value)
 
 
 def _parts(version: str) -> tuple[int, ...]:
@@ -200,27 +236,26 @@ def disk_rates(directory: Path) -> JsonObject:
     """
     from moepack.runtime.store.page_file import direct_rate
 
-    size = 64 << 20
+    written = 64 << 20
     facts: JsonObject = {"directory": str(directory), "free_bytes": shutil.disk_usage(directory).free}
     try:
         with tempfile.NamedTemporaryFile(dir=directory) as f:
             block = os.urandom(1 << 20)
             began = time.perf_counter()
-            for _ in range(size >> 20):
+            for _ in range(written >> 20):
                 f.write(block)
             f.flush()
             os.fsync(f.fileno())
-            facts["write_bytes_per_second"] = size / (time.perf_counter() - began)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            facts["write_bytes_per_second"] = written / (time.perf_counter() - began)
+            advise(f.fileno(), "DONTNEED")
             f.seek(0)
             began = time.perf_counter()
             while f.read(1 << 20):
                 pass
-            facts["read_bytes_per_second"] = size / (time.perf_counter() - began)
+            facts["read_bytes_per_second"] = written / (time.perf_counter() - began)
             direct = {}
             for in_flight in (1, 2, 4, 8):
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                advise(f.fileno(), "DONTNEED")
                 direct[str(in_flight)] = direct_rate(f.fileno(), in_flight)
             facts["direct_bytes_per_second"] = direct
     except OSError as error:

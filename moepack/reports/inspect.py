@@ -11,6 +11,7 @@ from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import encoding_of, lossless, lossy
 from moepack.pack.tables import FEW_TOKENS, TABLES, shown_loss
+from moepack.shared.palette import colour
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -150,6 +151,8 @@ def draw_tables(bundle: Bundle, kind: str) -> bytes:
         image = axis.imshow(grid, aspect="auto", norm=LogNorm(), cmap="viridis", interpolation="nearest")
         axis.set(title=title, xlabel="expert")
         figure.colorbar(image, ax=axis)
+    for axis, name in zip(axes[1:], names, strict=True):
+        axis.spines[:].set(color=colour(name), linewidth=3)
     axes[0].set_ylabel("layer")
     step = max(1, shape[0] // 12)
     axes[0].set_yticks(range(0, shape[0], step), [str(t.index) for t in tables.layers[::step]])

@@ -19,14 +19,13 @@ from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import lossy
 from moepack.pack.tables import CalibrationTables, shown_loss
+from moepack.shared.palette import PARTS, VERSIONS
 
 from .inspect import draw_tables, made_by
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5c5c5c; --paper: #ffffff; --line: #d8d8d8;
-  --c0: #0072b2; --c1: #009e73; --c2: #b8860b; --c3: #d55e00; --c4: #a0517f; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --soft: #a8a8a8; --paper: #161616; --line: #3a3a3a;
-  --c0: #56b4e9; --c1: #2fc79a; --c2: #f0e442; --c3: #ff8c42; --c4: #dd9fc4; } }
+:root { color-scheme: light dark; --ink: #1c1c1c; --soft: #5c5c5c; --paper: #ffffff; --line: #d8d8d8; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e8e8e8; --soft: #a8a8a8; --paper: #161616; --line: #3a3a3a; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
@@ -36,9 +35,9 @@ th, td { padding: .25rem .75rem .25rem 0; text-align: right; border-bottom: 1px 
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; color: var(--soft); }
 figure { margin: 1rem 0; } figcaption, .soft { color: var(--soft); font-size: .9rem; }
 img { max-width: 100%; height: auto; background: #fff; } pre { overflow-x: auto; font-size: .85rem; }
-""" + "".join(f".k{i} {{ background: var(--c{i}); }}\n" for i in range(5))
-_STYLE += ".key { display: inline-block; width: .8em; height: .8em; margin-right: .3em; } .bar { height: .6rem; }\n"
-_STYLE += ".rest { background: var(--soft); }\n"
+.key { display: inline-block; width: .8em; height: .8em; margin-right: .3em; } .bar { height: .6rem; }
+"""
+_STYLE += "".join(f".{name} {{ background: {shade}; }}\n" for name, shade in {**VERSIONS, **PARTS}.items())
 
 
 def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
@@ -53,7 +52,6 @@ def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
     bundle = open_bundle(path)
     tables = bundle.calibration()
     name = _object(bundle.manifest.provenance.get("checkpoint")).get("name") or Path(path).name
-    classes = {v.name: f"k{i % 5}" for i, v in enumerate(bundle.manifest.versions)}
     parts = [
         f"<h1>{_text(name)}</h1>",
         _paragraph(
@@ -61,7 +59,7 @@ def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
             f", {facts['expert_weights']:,} expert weights, calibrated on {facts['calibration_tokens']:,} tokens of "
             f"{', '.join(map(str, facts['calibration_sources'])) or 'unknown text'}."
         ),
-        _versions(facts, classes),
+        _versions(facts),
         _losses(bundle, tables),
         _routing(tables),
         _widths(bundle),
@@ -78,17 +76,17 @@ def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
     out.write_text(text, encoding="utf-8", errors="replace")
 
 
-def _versions(facts: JsonObject, classes: Mapping[str, str]) -> str:
+def _versions(facts: JsonObject) -> str:
     most = max([facts["dense_bytes"], *(v["bytes"] for v in facts["versions"].values())]) or 1
     rows = []
     for name, v in facts["versions"].items():
         loss = shown_loss(facts["loss"][name], facts["loss_error"][name])
         made = made_by(facts["methods"][name])
         cells = (f"{v['bytes']:,}", f"{v['bits_per_weight']:.3f}", v["group_size"] or "", loss, made)
-        key = f'<span class="key {classes[name]}"></span>{_text(name)}'
-        rows.append([key, *map(_text, cells), _bar(v["bytes"] / most, classes[name])])
+        key = f'<span class="key {_text(name)}"></span>{_text(name)}'
+        rows.append([key, *map(_text, cells), _bar(v["bytes"] / most, name)])
     dense = facts["dense_bytes"]
-    rows.append(["outside the experts", f"{dense:,}", "", "", "", "", _bar(dense / most, "rest")])
+    rows.append(["outside the experts", f"{dense:,}", "", "", "", "", _bar(dense / most, "dense")])
     head = ("version", "bytes", "bits a weight", "group", "mean relative error", "made by", "size")
     return f"<h2>Versions and sizes</h2>{_table(head, rows)}"
 

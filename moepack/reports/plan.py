@@ -8,6 +8,7 @@ memory between versions once, so the map may differ by a few experts.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -19,6 +20,7 @@ from moepack.pack.manifest import CONFIG
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.processors import processors
 from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.spec import Version
 from moepack.pack.tables import CalibrationTables, shown_loss
 from moepack.runtime.load import check_options, meant_device
 from moepack.runtime.planning.options import LoadOptions, Workload
@@ -28,7 +30,7 @@ from moepack.shared.progress import size
 
 if TYPE_CHECKING:
     import torch
-    from rich.table import Table
+    from rich.console import Group
     from transformers import PreTrainedConfig
 
     from moepack.runtime.planning.fixed import Fixed
@@ -95,6 +97,8 @@ class Planned:
     memory_limit_bytes: int | None = None
     beside: Beside | None = None
     process_bytes_peak: int | None = None
+    # What keeps every expert below the bundle's most precise version although memory is left, in one line
+    capped: str | None = None
     table: Versions = ()  # [layers][experts], the placement of each; not in JSON
     # Whether passes choose placements, or some experts are off the device: versions that `table` does not name may
     # then be served too. Not in JSON.
@@ -144,6 +148,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     assert budget is not None
     outside += dense_change(bundle, choose_dense(options.dense, bundle, options.policy), dtype.itemsize)
     read = dense_read(outside, config) + needs.kv.bytes(workload.kv_tokens)
+    whole = bundle.versions
     bundle = within(bundle, options.bound, read, top_k(config), lambda: read_rate(where))
     if limit is not None:
         outside -= needs.embedding
@@ -180,6 +185,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         used = fixed.total + decided.used
         if limit is not None:
             facts["process_bytes_peak"] = limit.beside.limit(used)
+        facts["capped"] = _cap(bundle, whole, parsed, table, budget - used)
         cached = needs.kv.tokens(fixed.kv + budget - fixed.total - decided.floor, workload.batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"], facts["expected_relative_loss_error"] = relative_loss(tables, table)
@@ -277,6 +283,26 @@ def _decide(
     return _Decided(table, names, made.parts, made.workspace, least, used, 0, moving, pinned)
 
 
+def _cap(bundle: Bundle, whole: Sequence[Version], policy: Policy, table: Versions, free: int) -> str | None:
+    """Say in one line what keeps all experts at one version, if `free` bytes hold one of them at the next better one.
+
+    Of the versions `whole`, a bound on what a token takes has left those of `bundle`.
+    """
+    placements = {name for row in table for name in row}
+    names = [v.name for v in whole]
+    number = names.index(name) if len(placements) == 1 and (name := placements.pop()) in names else 0
+    if not policy.is_live or not number:
+        return None
+    better = whole[number - 1]
+    layers = bundle.layers
+    if free < max(better.resident_size(x.matrices) - whole[number].resident_size(x.matrices) for x in layers):
+        return None
+    left = f"serves nothing above {name}, and {size(free, 2)} stay free"
+    if better not in bundle.versions:
+        return f"the bound on a token {left}"
+    return f"{policy} {left}" + (f": hi={better.name} lets it" if "hi" in policy.entry.keys else "")
+
+
 def _version(placement: str) -> str:
     """The version in a placement's name; empty for `absent` and `stored`."""
     return "" if placement in ("absent", "stored") else placement.partition("@")[0]
@@ -322,60 +348,73 @@ def as_json(planned: Planned) -> dict[str, object]:
     return {name: value for name, value in asdict(planned).items() if name not in ("table", "moving")}
 
 
-def render(planned: Planned) -> tuple[Table, str]:
-    """Make a table, in which layers with equal numbers share a row, and a paragraph of text."""
+def rows(planned: Planned) -> list[tuple[str, str]]:
+    """Return names and texts, with units, of what was planned, and of its memory, loss and speed."""
+    sized = partial(size, places=2)
+    fixed = planned.fixed
+    parts = (
+        ("dense tensors", fixed.dense),
+        ("KV cache", fixed.kv),
+        ("activations, estimated from shapes" if planned.estimated else "activations", fixed.activations),
+        ("staging", fixed.staging),
+        ("slots in which experts are decoded", fixed.window),
+        ("page entries of pinned memory", fixed.entries),
+        ("experts", planned.used_bytes - fixed.total),
+    )
+    pinned = f", and {sized(planned.pinned_bytes)} of pinned memory" if planned.pinned_bytes else ""
+    grows = f"{planned.kv_tokens_most:,} tokens of {planned.kv_bytes_per_token:,} bytes, with experts at their least"
+    error = planned.expected_relative_loss_error
+    found = [("bundle", planned.bundle), ("policy", planned.policy), ("workload", asked(planned))]
+    if planned.beside is not None and planned.memory_limit_bytes is not None:
+        most = f"at most {sized(planned.process_bytes_peak or 0)} of {sized(planned.memory_limit_bytes)}"
+        beside = planned.beside.described(planned.budget_bytes, sized)
+        found.append(("process", f"{most}: {sized(planned.budget_bytes)} budget, {beside}"))
+    found += [(name, sized(taken)) for name, taken in parts if taken]
+    found += [
+        ("used", f"{sized(planned.used_bytes)} of {sized(planned.budget_bytes)}"),
+        ("least that would do", f"{sized(planned.least_bytes)}: {planned.least_bytes:,} bytes"),
+        ("longest KV cache", "of any length" if planned.kv_tokens_most == MOST else grows),
+        ("files of these versions", f"{sized(planned.host_bytes)}{pinned}"),
+        ("expected relative loss", shown_loss(planned.expected_relative_loss or 0.0, error)),
+        ("a token reads", sized(planned.bytes_per_token or 0)),
+        ("speed", _speed(planned)),
+    ]
+    return found if planned.capped is None else [*found, ("not bound by memory", planned.capped)]
+
+
+def _speed(planned: Planned) -> str:
+    rate = planned.expected_tokens_per_second
+    took = planned.seconds_per_token
+    if rate is None or planned.bandwidth is None:
+        return f"known on a machine with {planned.device}"
+    if took is None:
+        return f"at most {rate:,.0f} tokens/s, at the {size(planned.bandwidth)}/s measured here"
+    shares = ((took.memory, "reading memory"), (took.processor, "the processor"), (took.disk, "the disk"))
+    spent = ", ".join(f"{1000 * seconds:.1f} ms {name}" for seconds, name in shares if seconds)
+    moving = planned.moving_tokens_per_second
+    moves = "" if moving is None else f"; {moving:,.1f} while experts move to other versions"
+    return f"{rate:,.1f} tokens/s, bound by {planned.bound_by}: {spent}{moves}"
+
+
+def render(planned: Planned) -> Group:
+    """Make two tables: experts by layer, in which layers with equal numbers share a row, and `rows`."""
+    from rich.console import Group
     from rich.table import Table
 
-    sized = partial(size, places=2)
-
     names = planned.per_layer[0].versions if planned.per_layer else {}
-    table = Table("layers", title=f"{planned.bundle}: {planned.policy} in {sized(planned.budget_bytes)}")
+    table = Table("layers")
     for name in names:
         table.add_column(f"at {name}" if _version(name) else name, justify="right")
     for _, group in groupby(planned.per_layer, key=lambda x: (x.hi, x.lo, *x.versions.items())):
-        rows = list(group)
-        first = rows[0].layer
-        last = rows[-1].layer
-        counts = [f"{count:,}" if count else "" for count in rows[0].versions.values()]
+        alike = list(group)
+        first = alike[0].layer
+        last = alike[-1].layer
+        counts = [f"{count:,}" if count else "" for count in alike[0].versions.values()]
         table.add_row(str(first) if first == last else f"{first}-{last}", *counts)
-    f = planned.fixed
-    estimated = " (estimated from shapes)" if planned.estimated else ""
-    parts = (
-        (f.dense, "dense tensors"),
-        (f.kv, "KV cache"),
-        (f.activations, f"activations{estimated}"),
-        (f.staging, "staging"),
-        (f.window, "slots in which experts are decoded"),
-        (f.entries, "page entries of pinned memory"),
-        (planned.used_bytes - f.total, "experts"),
-    )
-    taken = ", ".join(f"{sized(n)} {name}" for n, name in parts if n)
-    pinned = f", and {sized(planned.pinned_bytes)} of pinned host memory beside" if planned.pinned_bytes else ""
-    text = (
-        f"For {asked(planned)}, {sized(planned.used_bytes)} are used: {taken}. "
-        f"The least that would do is {planned.least_bytes:,} bytes. With experts at their least, the cache "
-        f"could have {planned.kv_tokens_most:,} tokens ({planned.kv_bytes_per_token:,} bytes each). The versions take "
-        f"{sized(planned.host_bytes)} on the host{pinned}. Expected relative loss "
-        f"{shown_loss(planned.expected_relative_loss or 0.0, planned.expected_relative_loss_error)}. "
-        f"A decoding step reads {sized(planned.bytes_per_token or 0)}"
-    )
-    if planned.beside is not None and planned.memory_limit_bytes is not None:
-        most = sized(planned.process_bytes_peak or 0)
-        limit = sized(planned.memory_limit_bytes)
-        beside = planned.beside.described(planned.budget_bytes, sized)
-        text = f"The process takes at most {most} of {limit}: {sized(planned.budget_bytes)} budget, {beside}. {text}"
-    rate = planned.expected_tokens_per_second
-    bandwidth = planned.bandwidth
-    took = planned.seconds_per_token
-    if took is not None and rate is not None:
-        shares = ((took.memory, "reading memory"), (took.processor, "the processor"), (took.disk, "the disk"))
-        moving = planned.moving_tokens_per_second
-        moves = "" if moving is None else f"; {moving:,.1f} while experts move to other versions"
-        spent = ", ".join(f"{1000 * seconds:.1f} ms {name}" for seconds, name in shares if seconds)
-        return table, f"{text}. Predicted: {rate:,.1f} tokens/s, bound by {planned.bound_by} ({spent}){moves}."
-    if rate is None or bandwidth is None:
-        return table, f"{text}; the speed is known on a machine with {planned.device}."
-    return table, f"{text}: at most {rate:,.0f} tokens/s at the {bandwidth / 1e9:.1f} GB/s measured here."
+    facts = Table(box=None, show_header=False)
+    for name, text in rows(planned):
+        facts.add_row(name, text)
+    return Group(table, facts)
 
 
 def asked(work: Workload | Planned) -> str:

@@ -1,8 +1,8 @@
 """`moepack serve --replicas N`: copies of the server on Ray Serve, each with its own budget, behind one HTTP front.
 
-The front is an actor of the cluster. Each request goes to the replica that has served prompts with the same beginning,
-unless its queue is full (`routing`). So the hot experts of a replica fit its own traffic. This is Ray's model
-multiplexing, with a prompt's beginning as the model. Ray restarts replicas whose health check fails.
+The front is an actor on the node where the command was typed. Each request goes to the replica that has served prompts
+with the same beginning, unless its queue is full (`routing`). So the hot experts of a replica fit its own traffic. This
+is Ray's model multiplexing, with a prompt's beginning as the model. Ray restarts replicas whose health check fails.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import secrets
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from types import ModuleType
@@ -252,21 +253,50 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
             undo.callback(ray.shutdown)
         try:
             from ray import serve as ray_serve
+            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         except ImportError as error:
             raise MissingExtraError(str(error.name), "ray") from None
         _deploy(ray, ray_serve, asked, name)
         undo.callback(ray_serve.delete, name)
-        door = ray.remote(Door).options(num_cpus=0, max_concurrency=4096).remote(asked, name)
+        node, elsewhere = node_of_front(ray)
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = ray.remote(Door).options(num_cpus=0, max_concurrency=4096, scheduling_strategy=place)
+        door = actor.remote(asked, name)
         try:
             port = ray.get(door.open.remote())
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, InputError) else error from None
         handled.enter_context(handling(stop_signals(), lambda *_: stopped.set()))
-        say(f"{options.name} at {shown(asked.host, port)}, {asked.replicas} replicas")
+        say(f"{options.name} at {shown(asked.host, port)}{elsewhere}, {asked.replicas} replicas")
         closed = door.closed.remote()
         while not stopped.is_set() and not ray.wait([closed], timeout=0.5)[0]:
             pass
         ray.get(door.end.remote())
+
+
+def node_of_front(ray: ModuleType) -> tuple[str, str]:
+    """Return the node for the front, and what the address says of the node where it is another machine.
+
+    It is the node where the command was typed: no other node's end then ends the front. A machine outside of the
+    cluster has no node. Its front runs where the ray:// address leads.
+    """
+    alive = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    connected = str(ray.get_runtime_context().get_node_id())  # with ray://, the node that answers the address
+    if _is_ours(alive[connected]):
+        return connected, ""
+    ours = [node for node, address in alive.items() if _is_ours(address)]
+    return (ours[0], "") if ours else (connected, f" of node {alive[connected]}")
+
+
+def _is_ours(address: str) -> bool:
+    """Whether an IP address is one of this machine's: others cannot be bound."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family) as tried:
+        try:
+            tried.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _deploy(ray: ModuleType, ray_serve: ModuleType, asked: Serve, name: str) -> None:

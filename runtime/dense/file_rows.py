@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack.pack.errors import BundleError
+from moepack.pack.files import advise
 from moepack.runtime.experts.op import enter
 
 
@@ -33,7 +34,7 @@ class FileRows(nn.Module):
         self._at = at
         self._location = location
         self._state, self._number = _state(file), enter(self)
-        os.posix_fadvise(file, at, of.weight.nbytes, os.POSIX_FADV_RANDOM)
+        advise(file, "RANDOM", at, of.weight.nbytes)
         weakref.finalize(self, os.close, file)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -316,7 +316,8 @@ def _trial(module: FamilyModule, of: LatentMap) -> bool:
             if padded:
                 mask = torch.ones(tokens, length, dtype=torch.bool).tril_(length - tokens).repeat(batch, 1, 1, 1)
                 mask[-1, :, :, :4] = False
-            given = {"scaling": query.shape[3] ** -0.5}
+            apart_by = query.shape[3] ** 0.5 * float(keys.float().std())
+            given = {"scaling": 1 / apart_by}  # scores of about 1, as trained layers have them
             wanted = sdpa_attention_forward(probe, query, keys, values, mask, **given)[0]
             latents = Latents(module, of, latent, turned)
             made = latents.attend(query, mask, given["scaling"])

@@ -2,7 +2,8 @@
 
 transformers maps the bundle's tensor files and reads their headers. Each file is read once here: past the page cache
 where possible, several pieces at a time, each copied to the tensors that it belongs to and digested in order. So what
-is served is what was checked, and neither the process nor the page cache holds the weights twice.
+is served is what was checked, and neither the process nor the page cache holds the weights twice. Where the system does
+not say what is mapped (macOS), tensors are copied from the mapped files, which are then read and digested.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import nn
 
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError
-from moepack.pack.files import open_file
+from moepack.pack.files import advise, open_file
 from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import TENSORS, Bundle
 from moepack.runtime.devices.cpu import READERS, CpuMemory
@@ -128,7 +129,7 @@ def _read(
     location = f"{bundle.path}/{name}"
     file = open_file(bundle.path, name)
     try:
-        path = str(Path(f"/proc/self/fd/{file}").readlink())
+        path = _path(file)
         wanted = sorted(parts.pop(path, []), key=lambda part: part.begin)
         record = recorded()
         entry = bundle.manifest.files[name]
@@ -147,7 +148,7 @@ def _read(
         raise BundleError.single(location, "read", f"cannot be read: {error.strerror}") from None
     finally:
         if uncached:
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            advise(file, "DONTNEED")
         os.close(file)
 
 
@@ -195,6 +196,13 @@ def _copy(made: Buffer, at: int, wanted: Sequence[_Part]) -> None:
         begin = max(part.begin, at)
         last = min(part.end, end)
         part.room[begin - part.begin : last - part.begin] = made[begin - at : last - at]
+
+
+def _path(file: int) -> str:
+    """Return the path of an open file as `_mapped` has it; an empty one where the system does not say."""
+    with contextlib.suppress(OSError):
+        return str(Path(f"/proc/self/fd/{file}").readlink())
+    return ""
 
 
 def _mapped() -> Iterator[_Mapping]:

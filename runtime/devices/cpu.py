@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,7 +23,7 @@ from .glibc import madvise
 from .migration import HostEvent, HostThreads, Migration
 
 HUGE = 2 << 20
-COLLAPSE = 25  # MADV_COLLAPSE, Linux 6.1
+COLLAPSE = 25 if sys.platform == "linux" else None  # MADV_COLLAPSE, Linux 6.1
 # Reads under way while loading, and for a pass that waits. The threads sleep meanwhile, so they may be more than the
 # cores. On a virtual disk 1, 2, 4 and 8 took in 1.9, 2.4, 2.2 and 2.3 GB/s in extents of 2.5 MiB.
 READERS = 4

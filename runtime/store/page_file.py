@@ -10,11 +10,13 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from moepack.pack.files import advise
 from moepack.pack.spec import MEMORY_PAGE, PAGE
 
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of file systems and devices without O_DIRECT
@@ -29,11 +31,11 @@ class PageFile:
         """Open once more, for O_DIRECT, the file of the caller's descriptor `plain`, which `close` leaves open."""
         self._plain = plain
         self._fd = -1
-        with contextlib.suppress(OSError):  # refused
+        with contextlib.suppress(OSError, AttributeError):  # refused, or a system without it
             self._fd = os.open(f"/proc/self/fd/{plain}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         self.direct = self._fd >= 0
         if self.direct:  # what is copied from the page cache must not bring what follows into it
-            os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_RANDOM)
+            advise(plain, "RANDOM")
 
     def read(self, part: memoryview, at: int) -> int:
         """Read bytes from offset `at` into `part`; return how many. Any thread may call this.
@@ -51,7 +53,7 @@ class PageFile:
                 self.direct = False
         got = os.preadv(self._plain, [part], at)
         if not self.direct:
-            os.posix_fadvise(self._plain, at, got, os.POSIX_FADV_DONTNEED)
+            advise(self._plain, "DONTNEED", at, got)
         return got
 
     def close(self) -> None:
@@ -62,6 +64,8 @@ class PageFile:
 
 def is_cached(file: int, at: int, size: int) -> bool:
     """Return whether the page cache holds all of these bytes; False where the system does not say."""
+    if sys.platform != "linux":
+        return False  # there the number is another call's
     asked = (ctypes.c_uint64 * 2)(at, size)
     found = (ctypes.c_uint64 * 5)()
     failed = _libc.syscall(_CACHESTAT, file, asked, found, 0)

@@ -48,6 +48,7 @@ def core(folder: Path, checkpoint: str, text: str, bundle: str) -> dict[str, Any
         "made": {name: hashlib.sha256(made).hexdigest() for name, made in tree(folder / "made" / "experts").items()},
         "exported": hashlib.sha256((folder / "plain" / "model.safetensors").read_bytes()).hexdigest(),
         "generate": spoken,
+        "limited": ok(cli("generate", bundle, "--memory", "8GiB", "--prompt", PROMPT, "--max-new-tokens", TOKENS)),
         "eval": json.loads(scored)["perplexity"],
         "serve": answer(bundle)["choices"][0]["text"],
     }

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +50,19 @@ def ask(url: str, prompt: str, **more: Any) -> dict[str, Any]:
     body = {"model": NAME, "prompt": prompt, "temperature": 0, **more}
     choice: dict[str, Any] = json.loads(post(f"{url}/v1/completions", body))["choices"][0]
     return choice
+
+
+def chunks_of(reply: Any, events: list[Any]) -> list[Any]:
+    """What a reply sends for these events of a job, each in a batch of its own."""
+
+    async def batches() -> AsyncIterator[list[tuple[int, Any]]]:
+        for event in events:
+            yield [(0, event)]
+
+    async def collect() -> list[Any]:
+        return [piece async for pieces in reply.chunks(batches()) for piece in pieces]
+
+    return asyncio.run(collect())
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,24 @@ def test_doctor() -> None:
     assert facts["cpu"]["cores"] >= 1 and facts["disk"]["write_bytes_per_second"] > 0
     direct = facts["disk"]["direct_bytes_per_second"]
     assert list(direct) == ["1", "2", "4", "8"] and all(rate is None or rate > 1e6 for rate in direct.values())
+
+
+def test_doctor_prints_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = {
+        "libraries": {"torch": "2.11", "hqq": None},
+        "can_build": True,
+        "memory_free_bytes": 3_240_000_000,
+        "devices": [{"name": "H200", "memory_bytes": 141 * 10**9}],
+        "disk": {"read_bytes_per_second": 2.5e9, "direct_bytes_per_second": {"4": 1.2e9, "8": None}},
+        "problems": [],
+    }
+    monkeypatch.setattr("moepack.reports.doctor.doctor", lambda directory: facts)
+    code, out, _ = cli("doctor")
+    assert code == 0 and [re.sub(" +", " ", line).strip() for line in out.splitlines()] == [
+        "libraries: torch 2.11", "libraries: hqq none", "can build yes", "memory free 3.2 GB", "devices 0: name H200",
+        "devices 0: memory 141.0 GB", "disk: read 2.5 GB/s", "disk: direct: 4 1.2 GB/s",
+        "disk: direct bytes per second: 8 none", "problems none",
+    ]  # fmt: skip
 
 
 def test_doctor_asks_triton_itself() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from hub_stand_in import Hub, point, serve
+from huggingface_hub.utils import enable_progress_bars
 from native_checkpoints import logits, released, small
 from released import same
 from safetensors.torch import load_file
@@ -34,6 +38,7 @@ from moepack.pipeline.shrink import shrink
 from moepack.reports.plan import plan
 from moepack.reports.verify import verify
 from moepack.runtime.planning.options import LoadOptions
+from moepack.shared.progress import LineReporter, progress, size
 
 Edit = Callable[[Path, Callable[[dict], None]], None]
 
@@ -253,9 +258,6 @@ def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: 
     tokenizer.write_text("edited")
     refused(cli("push", damaged, "someone/damaged", "-q"), "tokenizer_config.json")
     assert "someone/damaged" not in client.hub.files
-    client.hub.fail_commits = True
-    refused(cli("push", bundle, "someone/new", "-q"), "someone/new")
-    client.hub.fail_commits = False
     name = "experts/w2/layer-001.safetensors"
     data = bytearray(client.hub.files["someone/mini"][name])
     data[-5] ^= 1
@@ -266,6 +268,84 @@ def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: 
     assert not (tmp_path / "c" / "manifest.json").exists() and not (tmp_path / "c" / "experts").exists()
     client.hub.files["someone/mini"][name] = (bundle / name).read_bytes()
     ok(client.pull(tmp_path / "c"))
+
+
+# --- Hubs that refuse
+
+
+Refusal = tuple[int, str] | None
+
+
+def always(status: int, *ends: str) -> Callable[[str, str], Refusal]:
+    """Answers with a status whatever asks for one of these parts of a path."""
+    return lambda method, path: (status, "Sorry.") if any(end in f"{method} {path}" for end in ends) else None
+
+
+RETRIED = [1.0, 2.0, 4.0, 8.0, 8.0]
+REFUSALS = {
+    "a wrong token, push": ("push", {"token": "hf_wrong"}, "does not know the token that HF_TOKEN holds (401: I", []),
+    "a wrong token, pull": ("pull", {"token": "hf_wrong"}, "does not know the token that HF_TOKEN holds (401: I", []),
+    "a reader, to a new one": ("push-new", {"token": "hf_reader"}, "no right to write here (403: You need write", []),
+    "a reader, to one that is": ("push", {"token": "hf_reader"}, "no right to write here (403: You need write", []),
+    "not this Hub's kind": ("push", {"refuse": always(403, "/commit/")}, "no right to write here (403: Sorry.)", []),
+    "another push": ("push", {"refuse": always(412, "/commit/")}, "changed the repository meanwhile", []),
+    "too much": ("push", {"refuse": always(413, "/commit/")}, "refuses POST /api/models/someone/mini/commit", []),
+    "busy at once": ("push", {"refuse": always(429, "/create"), "retry_after": "7"}, "limits requests (429", [7.0] * 5),
+    "busy for a commit": ("push", {"refuse": always(503, "/commit/")}, "out of order (503: Sorry.)", RETRIED),
+    "busy for files": ("push", {"refuse": always(500, "/objects/")}, "out of order (500: Sorry.)", RETRIED),
+    "busy for the first file": ("pull", {"refuse": always(502, "/manifest.json")}, "out of order (502", RETRIED),
+    "busy for one file": ("pull", {"refuse": always(503, "GET /someone/mini/resolve")}, "out of order (503", RETRIED),
+    "busy for names": ("pull", {"refuse": always(504, "/paths-info/")}, "out of order (504", RETRIED),
+    "busy for a token": ("push-xet", {"refuse": always(503, "-token/")}, "out of order (503", RETRIED),
+    "a reader, of Xet": ("push-xet", {"token": "hf_reader"}, "no right to write here (403", []),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("pushed")
+@pytest.mark.parametrize("case", REFUSALS)
+def test_a_refusal_is_one_line_that_says_what_to_do(
+    case: str, client: Client, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After as many tries as help."""
+    what, how, words, waits = REFUSALS[case]
+    monkeypatch.setenv("HF_TOKEN", how.get("token", "hf_test"))
+    vars(client.hub).update({name: value for name, value in how.items() if name != "token"})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", what != "push-xet")
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    if what == "pull":
+        result = client.pull(tmp_path / "got")
+    else:
+        client.hub.files["someone/mini"] = {}
+        result = cli("push", bundle, "someone/new" if what == "push-new" else "someone/mini", "-q")
+    refused(result, "someone/", words)
+    assert slept == waits
+
+
+@pytest.mark.usefixtures("pushed")
+def test_a_hub_that_is_busy_for_a_while_and_has_no_xet(
+    client: Client, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request is refused once: push and pull end well, and huggingface_hub's setting is as before."""
+    from huggingface_hub import constants
+
+    sent, seen = client.hub.files.pop("someone/mini"), set[tuple[str, str]]()
+
+    def once(method: str, path: str) -> Refusal:
+        new = (method, path) not in seen
+        seen.add((method, path))
+        return (503 if len(seen) % 2 else 429, "Sorry.") if new else None
+
+    client.hub.refuse = once
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    code, _, err = cli("push", bundle, "someone/mini")
+    assert code == 0 and "has no Xet storage: large files are sent as LFS objects" in err
+    assert "the Hub is busy (503): trying again in 1 s" in err and constants.HF_HUB_DISABLE_XET is False
+    assert client.hub.files["someone/mini"] == sent and len(slept) >= 10
+    ok(client.pull(tmp_path / "got"))
+    assert verify(tmp_path / "got") == []
 
 
 # --- what is stopped, and what is there already
@@ -329,6 +409,24 @@ def test_a_pull_that_is_killed_goes_on(client: Client, tmp_path: Path) -> None:
     got = tree(target)
     assert {n: d for n, d in got.items() if n != ".pulled.json"} == sent
     assert not (target / ".pulling").exists() and verify(target) == []
+
+
+@pytest.mark.usefixtures("pushed")
+def test_a_pull_shows_its_own_progress_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bytes, and without the Hub library's bars, which that library shows on a terminal."""
+    enable_progress_bars()
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with progress() as bars:
+        pull("someone/mini", tmp_path / "got", ["w1"], reporter=bars)
+    assert "files of someone/mini" not in terminal.getvalue(), "which is what its bar says"
+    lines: list[str] = []
+    reporter = LineReporter(lines.append)
+    pull("someone/mini", tmp_path / "got", ["w2"], reporter=reporter)
+    reporter.close()
+    fetched = sum(p.stat().st_size for p in (tmp_path / "got" / "experts" / "w2").iterdir())
+    assert re.match(rf"fetch: {size(fetched)} of {size(fetched)} in ", lines[1]), lines
 
 
 @pytest.mark.usefixtures("pushed")

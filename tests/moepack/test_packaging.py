@@ -13,6 +13,7 @@ import sysconfig
 import tarfile
 import threading
 import tomllib
+import venv
 import zipfile
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 import pytest
 import release
 from lacking import ABSENT
-from support import ROOT, cli, ok, python
+from support import HELPERS, ROOT, cli, ok, python
 
 from moepack.pack.spec import FORMAT_VERSION
 from moepack.shared.version import __version__
@@ -141,6 +142,25 @@ def test_the_source_distribution_builds_the_same_wheel(unpacked: Path, tmp_path:
     found = {m.name.partition("/")[2] for m in members if m.name.endswith((".py", ".c", ".h", ".yaml"))}
     wanted = {str(p.relative_to(unpacked)) for p in unpacked.rglob("*") if p.suffix in (".py", ".c", ".h", ".yaml")}
     assert found == wanted
+
+
+@pytest.mark.parametrize("how", ["installed", "editable"])
+def test_a_client_is_checked_strictly(how: str, unpacked: Path, tmp_path: Path) -> None:
+    """mypy finds moepack and its types (py.typed) in an environment, and what a client does wrong. torch is not there:
+    mypy reads its types for minutes."""
+    pytest.importorskip("mypy")
+    venv.create(tmp_path / "venv", with_pip=False)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "venv")}))
+    if how == "installed":
+        shutil.copytree(unpacked, packages, dirs_exist_ok=True)
+    else:
+        with zipfile.ZipFile(made("build_editable", unpacked.parent / "source", tmp_path, CC="false")) as wheel:
+            wheel.extractall(packages)
+        assert not list(packages.glob("__editable___*.py")), "an import hook, which no type checker follows"
+    shutil.copy(HELPERS / "inputs" / "typed_client.py", tmp_path / "client.py")
+    environment = ("--python-executable", tmp_path / "venv" / "bin" / "python")
+    said = python("-m", "mypy", "--strict", *environment, "client.py", cwd=tmp_path, env=None)
+    assert said.startswith("Success: no issues found in 1 source file")
 
 
 def test_one_version_everywhere() -> None:

@@ -8,25 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hostile_edits import in_time, refusal
+from hostile_edits import in_time
 
 from benchmarks.hostile import bundles, checkpoints, session
 from moepack.pack.manifest import strict_json
-
-
-def test_some_cases() -> None:
-    """What opens is then shown and decoded, and a refusal is one printable line."""
-
-    def attempt(root: Path, out: Path, writes: bool) -> str:
-        found = bundles.attempt(root, out, writes)
-        assert found == "refused" or refusal(root) is None
-        return "refused" if refusal(root) else found
-
-    found = session.hostile([replace(s, attempt=attempt) for s in bundles.SUBJECTS], 360, first=1_000_000)
-    assert not found.wrong, "\n".join(found.wrong)
-    assert all(sum(counts.values()) == 40 for counts in found.by_subject.values())
-    assert all(counts["refused"] for counts in (*found.by_kind.values(), *found.by_subject.values()))
-    assert sum(counts["opened"] for counts in found.by_kind.values()) > 5
 
 
 def test_some_checkpoints() -> None:

@@ -74,13 +74,29 @@ def test_what_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         moepack.load(bundle)
 
 
+def read(*_: object) -> None:
+    raise AssertionError("weights were read")
+
+
+@pytest.mark.parametrize("policy", ["static:w2", "hotness"])
+def test_a_budget_is_refused_before_a_weight_is_read(
+    bundle: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 too, which the bundle's files are not: dense tensors and the cache take twice the bytes. The budget
+    that the refusal names loads, and is the one that a load would have named after reading."""
+    with monkeypatch.context() as patch, pytest.raises(TooSmallError) as refused:
+        patch.setattr(moepack.runtime.plugin, "attach", read)
+        moepack.load(bundle, policy=policy, device_memory=5, prefill_tokens=16, dtype="float32")
+    with monkeypatch.context() as patch, pytest.raises(TooSmallError) as later:
+        patch.setattr(moepack.runtime.plugin, "check_budget", lambda *_: None)
+        moepack.load(bundle, policy=policy, device_memory=5, prefill_tokens=16, dtype="float32")
+    assert str(refused.value) == str(later.value)
+    moepack.load(bundle, policy=policy, device_memory=refused.value.least, prefill_tokens=16, dtype="float32")
+
+
 @pytest.mark.parametrize("policy", ["static:w2", "hotness", "lru:lo=absent"])
 def test_the_least_that_is_named_would_do(bundle: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before a weight is read, and the limit that the refusal names loads."""
-
-    def read(*_: object) -> None:
-        raise AssertionError("weights were read")
-
     with monkeypatch.context() as patch, pytest.raises(TooSmallError, match="a memory limit of 5 bytes") as refused:
         patch.setattr(moepack.runtime.plugin, "attach", read)
         moepack.load(bundle, policy=policy, memory=5, prefill_tokens=16)

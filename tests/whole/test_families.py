@@ -70,16 +70,3 @@ def test_another_dtype_is_rounded_and_said_so(demo_model: Path, text: Path, tmp_
     with safe_open(tmp_path / "bundle" / "model.safetensors", framework="pt") as f:
         assert f.get_slice("model.embed_tokens.weight").get_dtype() == "F32"
     assert verify(tmp_path / "bundle", checkpoint) == []
-
-
-def test_sharded_checkpoint(demo_model: Path, text: Path, tmp_path: Path) -> None:
-    """Shards cut anywhere, as on the Hub: a layer's tensors may be in two files."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(demo_model)
-    model.save_pretrained(tmp_path / "checkpoint", max_shard_size="700KB")
-    tiny_models.copy_tokenizer(demo_model, tmp_path / "checkpoint")
-    assert len(list((tmp_path / "checkpoint").glob("model-*.safetensors"))) > 4
-    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE.format("rtn"), "test"), [text])
-    assert verify(tmp_path / "bundle", tmp_path / "checkpoint") == []
-    assert verify(tmp_path / "bundle", demo_model) == []

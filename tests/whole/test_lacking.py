@@ -24,13 +24,13 @@ def found(where: Path, *given: Path, names: tuple[str, ...]) -> list[dict[str, A
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
-@pytest.fixture
-def whole_core(short_model: Path, text: Path, bundle: Path, tmp_path: Path) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def whole_core(short_model: Path, text: Path, bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the commands give with everything installed, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return lacking.core(tmp_path, str(short_model), str(text), str(bundle))
+        return lacking.core(tmp_path_factory.mktemp("whole"), str(short_model), str(text), str(bundle))
     finally:
         torch.set_num_threads(threads)
 
@@ -52,3 +52,13 @@ def test_without_any(short_model: Path, text: Path, bundle: Path, tmp_path: Path
         refused(result, f"pip install 'moepack[{extra}]'")
         brought = [re.split(r"[>=\[]", one)[0].replace("-", "_") for one in extras[extra]]
         assert any(library in result[2].replace("-", "_") for library in brought), (name, result[2])
+
+
+def test_without_linux(short_model: Path, text: Path, bundle: Path, tmp_path: Path, whole_core: dict[str, Any]) -> None:
+    """The commands give the same without the calls, functions and files that Linux has and macOS has not. What a macOS
+    lacks beside these, or does otherwise, is not tried."""
+    out = python(HELPERS / "without_linux.py", tmp_path / "none", short_model, text, bundle)
+    (said,) = (json.loads(line) for line in out.splitlines() if line.startswith("{"))
+    refused = said.pop("refused")
+    assert said == whole_core
+    assert {"/proc/self/maps", "/proc/self/cgroup", "malloc_trim"} <= set(refused), refused

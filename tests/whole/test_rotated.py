@@ -11,7 +11,7 @@ import independent_reader as reader
 import numpy as np
 import pytest
 import torch
-from support import cli, exported_down, refused, tree
+from support import cli, exported_down, refused
 
 import moepack
 from moepack.pack.codec.rotation import rotate, signs
@@ -19,7 +19,6 @@ from moepack.pack.errors import BundleError, InputError
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import BLOCKS, Matrix, Rotation, Version
-from moepack.pipeline.add import add
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.quantize.expert_batch import Settings, quantise_batch
@@ -181,18 +180,6 @@ def test_served_logits_have_less_error(made: Path) -> None:
         for name in ("plain", "rotated")
     }
     assert math.prod(error["rotated"]) < math.prod(error["plain"]), error
-
-
-def test_added_versions_are_rotated_too(made: Path, short_model: Path, text: Path, tmp_path: Path) -> None:
-    """The bytes of a build of all of them."""
-    add(tmp_path / "more", made / "work", ["w1d2"])
-    opened = open_bundle(tmp_path / "more")
-    assert opened.manifest.version("w1d2") == Version.of("w1d2", 128, Rotation(64))
-    recipe = RECIPE.format(rotate=64).replace("w2, w1]", "w2, w1d2, w1]")
-    build(short_model, tmp_path / "whole", parse_recipe(recipe, "whole"), [text])
-    assert {n: b for n, b in tree(tmp_path / "more").items() if n.startswith("experts/")} == {
-        n: b for n, b in tree(tmp_path / "whole").items() if n.startswith("experts/")
-    }
 
 
 def test_exports_turn_it_back_or_refuse(made: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import numpy.typing as npt
 from moepack.pack.errors import InputError
 from moepack.pack.sections import align
 
+# Brings a file's bytes to the disk; macOS has no call that leaves its times alone.
+to_disk: Callable[[int], None] = getattr(os, "fdatasync", os.fsync)
 SYNC = 64 << 20  # bytes after which a file is brought to the disk, so that it writes while others are made
 
 
@@ -25,7 +27,7 @@ class FilledFile:
         head: bytes,
         tensors: Mapping[str, int],
         alignment: int = 1,
-        sync: Callable[[int], None] = os.fdatasync,
+        sync: Callable[[int], None] = to_disk,
     ) -> None:
         """Make the file.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ from moepack.pack.manifest import DENSE, DENSE_INDEX
 from moepack.pack.processors import processors
 from moepack.pack.safetensors_file import DTYPES, make_header
 
-from .filled import FilledFile
+from .filled import FilledFile, to_disk
 from .work import ExportDirectory
 
 if TYPE_CHECKING:
@@ -172,7 +171,7 @@ class Files:
         if file not in self._open:
             path = self._work.path(self._folder, file)
             own = self._head(file), self._parts[file], self._alignment
-            self._open[file] = FilledFile(path, *own, lambda fd: self._disk.submit(os.fdatasync, fd))
+            self._open[file] = FilledFile(path, *own, lambda fd: self._disk.submit(to_disk, fd))
         return self._open[file]
 
     def _finish(self, file: str) -> None:

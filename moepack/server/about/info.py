@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import functools
-import hashlib
 import time
 from collections.abc import Awaitable, Callable
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -21,6 +17,7 @@ from moepack.shared.version import __version__
 from .live_view import LiveView
 from .metrics import Metrics
 from .openapi import described
+from .page import page
 
 if TYPE_CHECKING:
     from moepack.runtime.serving import Serving
@@ -63,10 +60,7 @@ class Info:
             raise ApiError(404, why, "model", "model_not_found")
 
     async def _page(self, request: Request) -> Response:
-        page, policy = _page()
-        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
-        headers |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}
-        return Response(page, media_type="text/html", headers=headers)
+        return page()
 
     async def _health(self, request: Request) -> Response:
         versions, answers = self._serving.health(), self._scheduler.health()
@@ -114,17 +108,3 @@ def load_of(scheduler: Scheduler) -> dict[str, int]:
         "server_load": running + waiting, "running": running, "waiting": waiting,
         "max_sequences": limits.sequences, "max_waiting": limits.waiting,
     }  # fmt: skip
-
-
-@functools.cache
-def _page() -> tuple[bytes, str]:
-    """The page, and a content security policy that allows its one script and one style only."""
-    page = files(__package__).joinpath("page.html").read_bytes()
-    allowed = {}
-    for tag in (b"script", b"style"):
-        inner = page.partition(b"<%b>" % tag)[2].partition(b"</%b>" % tag)[0]
-        allowed[tag.decode()] = "'sha256-" + base64.b64encode(hashlib.sha256(inner).digest()).decode() + "'"
-    return page, (
-        f"default-src 'none'; script-src {allowed['script']}; style-src {allowed['style']}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )

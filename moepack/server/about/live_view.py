@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.scheduler import Scheduler
 from moepack.shared.memory import peaks
+from moepack.shared.palette import PARTS, colour
 
 if TYPE_CHECKING:
     from moepack.runtime.served_model import ServedModel
@@ -46,7 +47,9 @@ class LiveView:
             "policy": str(serving.policy),
             "seconds": time.monotonic() - self._began,
             "packed": self._engine.is_packed,
+            "moves": serving.manager is not None,
             "kinds": kinds,
+            "colours": {**PARTS, **{kind: colour(kind) for kind in kinds}},
             "layers": [layer.of.layer.index for layer in serving.layers],
             "placed": [[kinds.index(kind) for kind in row] for row in placed],
             "heat": serving.routed(),

@@ -47,6 +47,8 @@ class Totals:
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    first_tokens: int = 0  # answers that have begun
+    first_seconds: float = 0.0  # the sum of the times from their arrival to their first token
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
@@ -484,7 +486,10 @@ class Scheduler:
         chosen = one.sampler.choose(logits, likeliest)
         job = one.job
         now = time.monotonic()
-        job.first = job.first or now
+        if not job.first:
+            job.first = now
+            self.totals.first_tokens += 1
+            self.totals.first_seconds += now - job.submitted
         job.last = now
         one.made += 1
         self.totals.generated_tokens += 1

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from moepack.pack.manifest.strict_json import JsonObject
+from moepack.server.about.page import page
 from moepack.server.errors import ApiError
 from moepack.server.options import Options
 
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
     from .app import Server
 
-LONGEST = 60  # the most seconds after which a refused client is asked to come back
+LONGEST = 600  # the most seconds after which a refused client is asked to come back
+UNKNOWN = 5  # these seconds before anything was read, because imports alone take as long
 Report = Callable[[int, int], None]
 
 
@@ -39,26 +42,34 @@ class Progress:
     """The bytes that a load has read, and what follows from them. One thread reports, others read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._began, self._now = clock, 0.0, (0, 0, 0.0)
+        self._clock = clock
+        self._first = self._last = (0, 0.0)  # bytes read, and when, by the first and the last report
+        self._total = 0
         self.stopping = False
 
     def report(self, done: int, total: int) -> None:
         """Note bytes read and bytes in all. Raises Stopped where the load is to end."""
         if self.stopping:
             raise Stopped
-        at = self._clock()
-        if not self._now[0]:
-            self._began = at
-        self._now = done, total, at - self._began
+        self._last = done, self._clock()
+        self._total = total
+        if not self._first[0]:
+            self._first = self._last
 
     def described(self) -> JsonObject:
-        """Return the progress for JSON; rate and time left are null until some bytes were read."""
-        done, total, seconds = self._now
-        rate = done / seconds if seconds > 0 else None
+        """Return the progress for JSON; rate and time left are null until it was reported twice."""
+        (began, first), (done, last) = self._first, self._last
+        rate = (done - began) / (last - first) if last > first else None
+        passed = self._clock() - last
         return {
-            "status": "loading", "bytes": done, "total_bytes": total, "bytes_per_second": rate,
-            "seconds_left": (total - done) / rate if rate else None,
+            "status": "loading", "bytes": done, "total_bytes": self._total, "bytes_per_second": rate,
+            "seconds_left": max(0.0, (self._total - done) / rate - passed) if rate else None,
         }  # fmt: skip
+
+    def retry_after(self) -> int:
+        """Return the seconds, forecast from the bytes read so far, after which a client should ask again."""
+        left = self.described()["seconds_left"]
+        return UNKNOWN if left is None else min(LONGEST, max(1, math.ceil(left)))
 
 
 class Front:
@@ -133,11 +144,16 @@ class Front:
         if self._server is not None:
             await self._server.app(scope, receive, send)
         elif scope["type"] == "http":
-            now = self.progress.described()
-            after = {"retry-after": str(min(LONGEST, max(1, math.ceil(now["seconds_left"] or 1))))}
-            if scope["path"] == "/health":
-                await JSONResponse(now, 503, after)(scope, receive, send)
-                return
-            share = f"{now['bytes'] / now['total_bytes']:.0%} of its bytes are read" if now["total_bytes"] else "wait"
-            refused = ApiError(503, f"the model is loading: {share}", None, "loading")
-            await refusal(refused, scope["path"], after)(scope, receive, send)
+            await self._loading(scope)(scope, receive, send)
+
+    def _loading(self, scope: Scope) -> Response:
+        """Make the answer to a request before the model is loaded: a browser's page, /health, or a refusal."""
+        after = {"retry-after": str(self.progress.retry_after())}
+        now = self.progress.described()
+        if scope["path"] == "/health":
+            return JSONResponse(now, 503, after)
+        if scope["path"] == "/" and "text/html" in Headers(scope=scope).get("accept", ""):
+            return page(503, after)
+        share = f"{now['bytes'] / now['total_bytes']:.0%} of its bytes are read" if now["total_bytes"] else "wait"
+        refused = ApiError(503, f"the model is loading: {share}", None, "loading")
+        return refusal(refused, scope["path"], after)

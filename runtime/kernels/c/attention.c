@@ -180,6 +180,8 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
             for (int i = 0; i < 4; i++) {
                 const int64_t row = at + least(j + i, n - 1); /* a score past the last key is not used */
                 k[i] = keys + row * m->k_at[2], k2[i] = keys2 + row * m->k2_at[2];
+                if (m->v != m->k) /* which are read by columns: too far apart for the processor to fetch ahead */
+                    for (int64_t c = 0; c < cols; c += 32) __builtin_prefetch(v + row * m->v_at[2] + c, 0, 2);
             }
             dots_bf16(m, q, wide, whole, k, k2, scores + j);
         }

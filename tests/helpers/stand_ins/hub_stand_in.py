@@ -33,7 +33,10 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)  # uploaded large files by digest, committed or not
     commits: dict[str, int] = field(default_factory=dict)  # as `files`: the number of commits
     requests: list[tuple[str, str]] = field(default_factory=list)  # method and path of each
-    fail_commits: bool = False
+    tokens: dict[str, str] = field(default_factory=lambda: {"hf_test": "write", "hf_reader": "read"})
+    # Asked before every answer with the method and the path: a status and a message, and the answer is that error.
+    refuse: Callable[[str, str], tuple[int, str] | None] | None = None
+    retry_after: str = ""  # header of these errors
     # Asked before every answer with the method and the path: True ends the connection without one.
     cut: Callable[[str, str], bool] | None = None
     cut_after: dict[str, int] = field(default_factory=dict)  # path's end -> bytes after which it is cut off, once
@@ -119,7 +122,11 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         parts = path.strip("/").split("/")
-        if path == "/api/repos/create":
+        if (error := self._refused(path)) is not None:
+            status, message = error
+            headers = {"Retry-After": self.hub.retry_after} if self.hub.retry_after else {}
+            self._send({"error": message}, status, headers | {"X-Error-Message": message})
+        elif path == "/api/repos/create":
             asked = json.loads(body)
             repo = f"{asked['organization']}/{asked['name']}" if asked.get("organization") else asked["name"]
             self.hub.files.setdefault(repo, {})
@@ -136,6 +143,16 @@ class Handler(BaseHTTPRequestHandler):
             self._resolve("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
         else:
             self._fail(404, "RepoNotFound")
+
+    def _refused(self, path: str) -> tuple[int, str] | None:
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token and token not in self.hub.tokens:
+            return 401, "Invalid credentials in Authorization header"
+        reads = "/paths-info/" in path or path == "/api/validate-yaml"
+        writes = (self.command == "POST" and not reads) or "/xet-write-token/" in path
+        if writes and self.hub.tokens.get(token) != "write":
+            return 403, "You need write access."
+        return self.hub.refuse(self.command, path) if self.hub.refuse is not None else None
 
     def _base(self) -> str:
         return f"http://{self.headers['Host']}"
@@ -160,6 +177,9 @@ class Handler(BaseHTTPRequestHandler):
         if what == "branch":
             self.hub.files.setdefault(f"{repo}@{rest[1]}", dict(self.hub.files[repo]))
             self._send({})
+            return
+        if what == "xet-write-token":
+            self._send({"error": "Not Found"}, 404)
             return
         if what == "refs":
             main = {"name": "main", "ref": "refs/heads/main", "targetCommit": self.hub.sha(repo)}
@@ -192,9 +212,6 @@ class Handler(BaseHTTPRequestHandler):
         return out
 
     def _commit(self, key: str, files: dict[str, bytes], body: bytes) -> None:
-        if self.hub.fail_commits:
-            self._fail(403, "Forbidden")
-            return
         repo = key.partition("@")[0]
         new = dict(files)
         for item in map(json.loads, body.splitlines()):

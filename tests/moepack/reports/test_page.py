@@ -14,6 +14,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.tables import shown_loss
 from moepack.reports.inspect import inspect
 from moepack.reports.page import skew, write_page
+from moepack.shared.palette import colour
 
 Edit = Callable[[Path, Callable[[dict], None]], None]
 
@@ -62,6 +63,7 @@ def test_it_says_what_inspect_says(bundle: Path, shown: tuple[str, Page], tmp_pa
         loss = shown_loss(facts["loss"][name], facts["loss_error"][name])
         assert name in page.words and f"{v['bytes']:,}" in page.words and loss in page.words
         assert ("±" in loss) == (name != "bf16")
+        assert f'<span class="key {name}">' in text and f".{name} {{ background: {colour(name)}; }}" in text
     named = ("Versions chosen", "Where tokens go", "What a version costs")
     heads = [word for word in page.words if word in named]
     assert heads == ["What a version costs", "Where tokens go", "Versions chosen"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import moepack
 from moepack.generation import NEW_TOKENS, PROMPT, generate
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
-from moepack.reports.plan import plan
+from moepack.reports.plan import plan, rows
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import rounding
 from moepack.runtime.planning.options import LoadOptions
@@ -143,11 +144,31 @@ def test_the_command(bundle: Path) -> None:
     assert keys <= set(facts) and facts["feasible"] is True and facts["fixed"]["kv"] == 600 * 1024
     assert set(facts["per_layer"][0]) >= {"hi", "lo", "version_hi", "version_lo"} and len(facts["per_layer"]) == 4
     for option, words in (
-        (("--batch", "2"), "For 2 sequences of 576 cached tokens, passes of 512 tokens and the last token's logits"),
+        (("--batch", "2"), "2 sequences of 576 cached tokens, passes of 512 tokens and the last token's logits"),
         (("--all-logits",), "1 sequence of 576 cached tokens, passes of 512 tokens and all logits"),
     ):
         text = " ".join(ok(cli("plan", bundle, "--device-memory", "40MB", *option)).split())
         assert words in text and "least that would do" in text and "tokens/s" in text
+        assert re.search(r"used [\d.]+ MB of 40\.00 MB least", text), text
+
+
+def test_a_plan_says_where_not_memory_ends_it(bundle: Path) -> None:
+    """All experts are at the best version that is served, though a better one is there and would fit."""
+    for policy, words in (
+        ("hotness:lo=stored", "hotness:lo=stored serves nothing above w4, and "),
+        ("hotness:hi=w3", "MB stay free: hi=w4 lets it"),
+        ("lru:hi=w2", "MB stay free: hi=w3 lets it"),
+    ):
+        planned = plan(bundle, LoadOptions(device_memory=PLENTY, policy=policy))
+        assert planned.capped is not None and words in planned.capped
+        assert dict(rows(planned))["not bound by memory"] == planned.capped
+    read = planned.bytes_per_token or 0
+    bounded = plan(bundle, LoadOptions(device_memory=PLENTY, max_tpot=int(1.01 * read)))
+    assert bounded.capped is not None and bounded.capped.startswith("the bound on a token serves nothing above w")
+    for policy, room in (("hotness", PLENTY), ("hotness", 0), ("static:w4", PLENTY), ("uniform", PLENTY)):
+        assert (
+            plan(bundle, LoadOptions(device_memory=enough(bundle, room, policy=policy), policy=policy)).capped is None
+        )
 
 
 def test_what_does_not_fit(bundle: Path) -> None:

@@ -219,19 +219,12 @@ def test_many_choices_end_beside_a_stream_of_others(clocked: Any) -> None:
     assert all(b - a < 30 for a, b in itertools.pairwise(passes)), "the oldest request is never left out for long"
 
 
-def test_all_end_where_a_pass_holds_fewer_than_decode(clocked: Any) -> None:
-    for step in (1, 2, 3):
-        c = clocked(sequences=6, step_tokens=step)
-        for _ in range(8):
-            c.ask(4, 6)
-        c.end()
-
-
 ASKED = st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))
 
 
 @given(st.lists(ASKED, min_size=1, max_size=8), st.integers(1, 5), st.integers(1, 24))
 @example([(0, 40, 6, 9), (1, 40, 6, 9), (1, 1, 1, 1)], 2, 3)
+@example([(0, 4, 6, 1)] * 8, 5, 1)
 @settings(max_examples=40, deadline=None)
 def test_whatever_comes_all_are_answered_as_alone(asked: list[tuple[int, ...]], sequences: int, step: int) -> None:
     """Requests come after so many passes. `Clocked` checks every pass, and every answer."""

@@ -20,28 +20,37 @@ from server_fixtures import ask, post
 from support import PATIENCE
 
 import moepack.server.command as command
-from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.command import Serve, serve
-from moepack.server.http.front import Front, Progress, Stopped
+from moepack.server.http.front import LONGEST, UNKNOWN, Front, Progress, Stopped
 from moepack.server.options import Options
 
 
 def test_progress_in_bytes_and_seconds() -> None:
-    times = iter([10.0, 12.0, 14.0])
-    found = Progress(lambda: next(times))
+    """The time left and `retry-after` follow from the rate between reports, and fall while nothing is reported."""
+    now = 10.0
+    found = Progress(lambda: now)
     assert found.described() == {
         "status": "loading", "bytes": 0, "total_bytes": 0, "bytes_per_second": None, "seconds_left": None,
     }  # fmt: skip
+    assert found.retry_after() == UNKNOWN
     found.report(100, 1000)
-    assert found.described()["seconds_left"] is None
-    found.report(400, 1000)
-    assert found.described()["bytes_per_second"] == 200 and found.described()["seconds_left"] == 3
-    found.report(500, 4500)
-    assert found.described()["total_bytes"] == 4500 and found.described()["seconds_left"] == 32
+    assert found.described()["seconds_left"] is None and found.retry_after() == UNKNOWN
+    seen = []
+    for at, done in ((12.0, 300), (14.0, 500), (16.0, 700)):
+        now = at
+        found.report(done, 1000)
+        assert found.described()["bytes_per_second"] == 100
+        seen.append(found.retry_after())
+    now = 17.5
+    seen.append(found.retry_after())
+    now = 60.0
+    assert [*seen, found.retry_after()] == [7, 5, 3, 2, 1]
+    found.report(701, 10**9)
+    assert found.retry_after() == LONGEST
     found.stopping = True
     with pytest.raises(Stopped):
-        found.report(600, 4500)
+        found.report(800, 1000)
 
 
 def refused(url: str, body: Any = None) -> tuple[int, str | None, Any]:
@@ -88,6 +97,10 @@ def test_the_port_is_open_while_the_model_loads(bundle: Path, monkeypatch: pytes
         try:
             seen.append(refused(f"{url}/health"))
             seen.append(refused(f"{url}/v1/completions", {"prompt": "a"}))
+            seen.append(refused(f"{url}/"))
+            with pytest.raises(urllib.error.HTTPError) as page:
+                post(f"{url}/", None, Accept="text/html,*/*;q=0.8")
+            seen.append((page.value, page.value.read().decode()))
             held.go.set()
             assert loaded.wait(PATIENCE)
             seen.append(json.loads(post(f"{url}/health", None))["status"])
@@ -101,17 +114,14 @@ def test_the_port_is_open_while_the_model_loads(bundle: Path, monkeypatch: pytes
     assert seen[0][0] == 503 and seen[0][2]["status"] == "loading"
     assert (seen[0][2]["bytes"], seen[0][2]["total_bytes"]) == (300, 1200) and int(seen[0][1]) >= 1
     assert seen[1][0] == 503 and seen[1][2]["error"]["message"] == "the model is loading: 25% of its bytes are read"
-    assert seen[1][2]["error"]["code"] == "loading" and seen[2:] == ["ok", "length"]
+    assert seen[1][2]["error"]["code"] == "loading" and seen[4:] == ["ok", "length"]
+    assert seen[2] == seen[1], "a client that does not ask for HTML"
+    page, text = seen[3]
+    assert page.code == 503 and page.headers["content-type"] == "text/html; charset=utf-8"
+    assert int(page.headers["retry-after"]) >= 1 and "script-src 'sha256-" in page.headers["content-security-policy"]
+    assert "<progress" in text and 'fetch("health")' in text
     done, total = held.words[-1].split(" of ")
     assert done == total and held.words[0].startswith("mini at http://127.0.0.1:")
-
-
-def test_a_load_that_fails_ends_the_server(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = Held(monkeypatch)
-    held.go.set()
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: [][0])
-    with pytest.raises(InputError, match="no tokenizer that transformers"):
-        serve(Serve(str(bundle), port=0), lambda where: pytest.fail("it serves"), held.shown)
 
 
 def test_a_signal_ends_a_load(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

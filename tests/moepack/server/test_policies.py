@@ -13,7 +13,7 @@ import pytest
 import torch
 from listening import Listener, heard, listened_to
 from live_models import least, wait_for
-from server_fixtures import Options, Running, ask, begin
+from server_fixtures import Options, Running, ask, serving
 
 import moepack
 from moepack.pack.errors import InputError
@@ -40,12 +40,8 @@ def served(bundle: Path, tokenizer: Any, options: Options, policy: str) -> Itera
     else:
         budget = least(bundle, policy, **room) + 1_500_000
         model = moepack.load(bundle, policy=policy, device_memory=budget, **room)
-    server, end = begin(model, tokenizer, options)
-    try:
+    with serving(model, tokenizer, options) as server:
         yield server
-    finally:
-        end()
-        model.moepack.close()
 
 
 @pytest.mark.parametrize(

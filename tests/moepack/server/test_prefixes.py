@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import socket
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from live_models import least, wait_for
-from server_fixtures import NAME, Running, begin, post
+from server_fixtures import NAME, Running, post, serving
 from tiny_models import save_tiny
 
 import moepack
@@ -270,15 +271,13 @@ def usage(server: Running, prompt: list[int], **more: Any) -> tuple[str, int]:
 @pytest.fixture(scope="module")
 def kept(bundle: Path, tokenizer: Any) -> Any:
     """A server without a budget, in float32, and one that keeps nothing."""
-    servers = []
-    for size in (None, 0):
-        model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
-        options = Options(NAME, limits=Limits(sequences=16, step_tokens=256, kept_bytes=size))
-        servers.append((*begin(model, tokenizer, options), model))
-    yield [server for server, _, _ in servers]
-    for _, end, model in servers:
-        end()
-        model.moepack.close()
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for size in (None, 0):
+            model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
+            options = Options(NAME, limits=Limits(sequences=16, step_tokens=256, kept_bytes=size))
+            servers.append(stack.enter_context(serving(model, tokenizer, options)))
+        yield servers
 
 
 def test_clients_at_once_read_a_shared_prompt_once(kept: list[Running]) -> None:
@@ -368,17 +367,14 @@ def test_kept_prompts_are_in_the_budget_and_leave_first(
     budget = least(bundle, policy, **room) + least_room
     model = moepack.load(bundle, policy=policy, device_memory=budget, **room)
     options = Options(NAME, limits=Limits(sequences=8, step_tokens=256, kept_bytes=MOST))
-    server, end = begin(model, tokenizer, options)
-    try:
-        engine, serving, most = server.server.engine, model.moepack, 0
+    with serving(model, tokenizer, options) as server:
+        engine, served, most = server.server.engine, model.moepack, 0
         for turn in range(12):
             prompt = [1 + turn + n * 7 % 900 for n in range(300)]
             _, cached = usage(server, prompt)
             assert cached == 0 and usage(server, prompt)[1] in range(0, 257, CHUNK)
             server.idle()
-            assert (
-                engine.kept_bytes == engine.cache_bytes <= serving.caches.needs.kv_bytes + serving.caches._reserve.most
-            )
+            assert engine.kept_bytes == engine.cache_bytes <= served.caches.needs.kv_bytes + served.caches._reserve.most
             assert engine.kept_bytes == engine.kept_tokens() * engine._shape().full  # type: ignore[union-attr]
             most = max(most, engine.kept_tokens())
         assert most >= 128
@@ -387,25 +383,18 @@ def test_kept_prompts_are_in_the_budget_and_leave_first(
         totals = server.server.scheduler.totals
         assert totals.finished == 28 and totals.failed == totals.preempted == 0
         assert engine.kept_tokens() < 12 * 256 + 4 * 64, "some have left"
-        assert serving.resident_bytes_peak <= serving.budget_bytes
-    finally:
-        end()
-        model.moepack.close()
+        assert served.resident_bytes_peak <= served.budget_bytes
 
 
 def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle: Path, tokenizer: Any) -> None:
     """--max-kv-tokens 400 holds a request of 204 tokens and 192 kept ones: each prompt replaces the last."""
     model = moepack.load(bundle, policy="static:bf16")
-    server, end = begin(model, tokenizer, Options(NAME, limits=Limits(step_tokens=256, kv_tokens=400)))
-    try:
+    with serving(model, tokenizer, Options(NAME, limits=Limits(step_tokens=256, kv_tokens=400))) as server:
         for start in (1, 2, 3):
             prompt = [start] * 200
             assert usage(server, prompt, max_tokens=4)[1] == 0
             assert server.server.engine.kept_tokens() == 192
         assert usage(server, [3] * 200, max_tokens=4)[1] == 192 and usage(server, [2] * 200, max_tokens=4)[1] == 0
-    finally:
-        end()
-        model.moepack.close()
 
 
 def test_the_default_is_a_part_of_the_budget(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from server_fixtures import ask, post
 
 pytest.importorskip("ray.serve")
 
-from moepack.server.replicas import PAGE, beginning
+from moepack.server.replicas import PAGE, beginning, node_of_front
 
 
 def test_what_a_prompt_is_known_by() -> None:
@@ -62,6 +63,24 @@ def test_which_replicas_are_tried() -> None:
     assert {r for _ in range(99) for r in tried("e", ["b", "c", "d"])[1]} == {"b", "c", "d"}
 
 
+@pytest.mark.parametrize(
+    ("connected", "nodes", "front"),
+    [
+        ("here", {"head": "198.51.100.1", "here": "127.0.0.1"}, ("here", "")),
+        ("head", {"head": "198.51.100.1", "here": "127.0.0.1"}, ("here", "")),  # ray:// leads to the head
+        ("head", {"head": "198.51.100.1", "other": "198.51.100.2"}, ("head", " of node 198.51.100.1")),  # typed outside
+    ],
+)
+def test_the_front_is_where_the_command_was_typed(
+    connected: str, nodes: dict[str, str], front: tuple[str, str]
+) -> None:
+    listed = [{"NodeID": name, "NodeManagerAddress": address, "Alive": True} for name, address in nodes.items()]
+    gone = {"NodeID": "gone", "NodeManagerAddress": "127.0.0.1", "Alive": False}
+    context = SimpleNamespace(get_node_id=lambda: connected)
+    ray = SimpleNamespace(nodes=lambda: [gone, *listed], get_runtime_context=lambda: context)
+    assert node_of_front(ray) == front
+
+
 @dataclass
 class Served:
     url: str
@@ -70,15 +89,20 @@ class Served:
     def ask(self, prompt: str, tokens: int = 8) -> Any:
         return ask(self.url, prompt, max_tokens=tokens)["text"]
 
+    def load(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.load(urllib.request.urlopen(f"{self.url}/load"))
+        return loaded
+
     def replicas(self) -> list[psutil.Process]:
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [p for p in found if p.cmdline() and p.cmdline()[0].startswith("ray::ServeReplica")]
 
 
-@pytest.fixture(scope="module")
-def served(bundle: Path) -> Iterator[Served]:
+@contextmanager
+def serving(bundle: Path, *options: str) -> Iterator[Served]:
+    """Two replicas, until the command is stopped."""
     command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--port", "0", "--name", "mini"]
-    command += ["--replicas", "2", "--device-memory", "5MB", "--step-tokens", "64"]
+    command += ["--replicas", "2", "--device-memory", "5MB", "--step-tokens", "64", *options]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None
@@ -92,6 +116,12 @@ def served(bundle: Path) -> Iterator[Served]:
     assert process.wait(60) == 0
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(f"{found[1]}/health", timeout=5)
+
+
+@pytest.fixture(scope="module")
+def served(bundle: Path) -> Iterator[Served]:
+    with serving(bundle) as running:
+        yield running
 
 
 def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served) -> None:
@@ -120,7 +150,7 @@ def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served)
 
 def test_the_load_is_that_of_all_replicas(served: Served) -> None:
     def load() -> dict[str, Any]:
-        found: dict[str, Any] = json.load(urllib.request.urlopen(f"{served.url}/load"))
+        found = served.load()
         each = found.pop("replicas")
         assert len(each) == 2 and found == {name: sum(one[name] for one in each) for name in found}
         return {**found, "busy": sum(one["running"] > 0 for one in each)}
@@ -147,3 +177,18 @@ def test_a_replica_that_dies_is_started_anew(served: Served) -> None:
             assert error.code == 503
             time.sleep(0.2)
     assert answered >= 8 and len(served.replicas()) == 2 and gone.pid not in {p.pid for p in served.replicas()}
+
+
+def test_on_two_nodes_the_front_is_beside_the_command(bundle: Path) -> None:
+    """Each node has a replica."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        other = cluster.add_node(num_cpus=1)
+        with serving(bundle, "--address", cluster.address):
+            raylet = psutil.Process(other.all_processes["raylet"][0].process.pid)
+            titles = [p.cmdline()[0] for p in raylet.children() if p.cmdline()]
+            assert [t for t in titles if "Door" in t] == [] and [t for t in titles if "ServeReplica" in t]
+    finally:
+        cluster.shutdown()

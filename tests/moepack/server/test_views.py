@@ -8,11 +8,14 @@ import json
 import re
 import time
 import urllib.request
+from html.parser import HTMLParser
 from typing import Any
 
 import pytest
 from server_fixtures import NAME, Running, ask
 from support import PATIENCE
+
+from moepack.shared.palette import PARTS, VERSIONS, colour
 
 PROMPT = "The history of"
 
@@ -42,8 +45,12 @@ def test_live(running: Running) -> None:
     # 3 tokens of the prompt and 9 of the answer were read (the last one was not), each by two experts in every layer
     more = [sum(b) - sum(a) for a, b in zip(before["heat"], after["heat"], strict=True)]
     assert more == [(3 + 9) * 2] * 4
-    for name, count in (("generated_tokens", 10), ("prompt_tokens", 3), ("finished", 1)):
+    counts = (("generated_tokens", 10), ("prompt_tokens", 3), ("finished", 1), ("first_tokens", 1))
+    for name, count in counts:
         assert after["totals"][name] - before["totals"][name] == count
+    assert 0 < after["totals"]["first_seconds"] - before["totals"]["first_seconds"] < PATIENCE
+    assert after["moves"] is True and after["colours"].items() >= PARTS.items()
+    assert {kind: after["colours"][kind] for kind in after["kinds"]} == {kind: colour(kind) for kind in after["kinds"]}
     budget = after["budget"]
     assert budget["total"] == serving.budget_bytes and budget["reserved"] <= budget["peak"] <= budget["total"]
     assert sum(budget["parts"].values()) == pytest.approx(budget["reserved"], abs=200_000)  # versions change meanwhile
@@ -99,4 +106,34 @@ def test_the_page_needs_nothing_from_elsewhere(running: Running) -> None:
         inner = text.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
         assert f"'sha256-{base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'" in policy
     assert not re.findall(r"https?://|src=|innerHTML|\son\w+=|style=", text) and text.count("<script") == 1
-    assert len(page) < 30_000 and headers["x-content-type-options"] == "nosniff"
+    script = text.split("<script>")[1]
+    assert not [shade for shade in VERSIONS.values() if shade in script], "the palette's colours come from /live"
+    assert len(page) < 23_000 and headers["x-content-type-options"] == "nosniff"
+
+
+class Elements(HTMLParser):
+    """The ids of a page in order, with their attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found: dict[str, dict[str, str | None]] = {}
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if given.get("id"):
+            self.found[str(given["id"])] = {"tag": tag, **given}
+
+
+def test_what_the_page_has(running: Running) -> None:
+    """Chat comes first on a phone; the answer is read aloud once, by an element of its own; the script finds all."""
+    text = fetch(running, "/")[1].decode()
+    found = Elements(text).found
+    order = list(found)
+    assert order.index("state") < order.index("chat") < order.index("tiles") < order.index("map")
+    assert "aria-live" not in found["answer"] and "role" not in found["answer"]
+    assert found["said"]["role"] == found["tip"]["role"] == found["state"]["role"] == "status"
+    named = set(re.findall(r'\$\("([\w-]+)"\)', text))
+    assert named <= set(found) and {f"{canvas}-says" for canvas in ("heat", "time")} <= set(found)
+    canvases = [attrs for attrs in found.values() if attrs["tag"] == "canvas"]
+    assert len(canvases) == 3 and all(attrs["tabindex"] == "0" for attrs in canvases)

@@ -82,24 +82,6 @@ def test_a_change_while_its_file_is_checked_is_found(
     model.moepack.close()
 
 
-def test_llama4_asks_for_its_weights_device(short_model: Path, text: Path, tmp_path: Path) -> None:
-    extra = {
-        "num_local_experts": 4,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 96,
-        "tie_word_embeddings": False,
-    }
-    save_tiny("llama4_text", tmp_path / "llama4", short_model, **extra)
-    build(tmp_path / "llama4", tmp_path / "bundle", parse_recipe(RECIPE, "tiny"), [text])
-    plain = moepack.load(tmp_path / "bundle", policy="static:w4", device_memory="1GB")
-    limited = moepack.load(tmp_path / "bundle", policy="static:w4", memory="4GB")
-    with torch.inference_mode():
-        assert isinstance(limited.get_input_embeddings(), FileRows)
-        assert torch.equal(limited(IDS).logits, plain(IDS).logits)
-    plain.moepack.close()
-    limited.moepack.close()
-
-
 def test_a_converted_embedding_is_in_memory(short_model: Path, text: Path, tmp_path: Path) -> None:
     """A limit counts it: transformers makes a float32 table of a file in BF16."""
     save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)

@@ -24,18 +24,6 @@ def test_invariants_hold_in_every_order(silent: None) -> None:
 # --- planted violations: each breaks one rule, and the check above must find it
 
 
-def _published_early(sim: Simulation) -> None:
-    """A copy counts as ended before it has."""
-    fetch = sim.residency._fetch
-
-    def early(*args: Any) -> Any:
-        event = fetch(*args)
-        event.done = lambda: True
-        return event
-
-    sim.residency._fetch = early
-
-
 def _torn(sim: Simulation) -> None:
     """The device says that a copy has ended when half of it has."""
     fetch = sim.residency._fetch
@@ -148,18 +136,6 @@ def _no_reserve(sim: Simulation) -> None:
     sim.transitions._admit = careless  # type: ignore[method-assign]
 
 
-def _spare_in_use(sim: Simulation) -> None:
-    """A version that is leaving counts as spare at once."""
-    residency, leave = sim.residency, sim.residency._leave
-
-    def at_once(key: Any, version: int) -> None:
-        leave(key, version)
-        if (key, version) in residency.leaving:
-            residency._left(key, version)
-
-    residency._leave = at_once  # type: ignore[method-assign]
-
-
 def _noted_wrongly(sim: Simulation) -> None:
     """The list of active versions, which policies see, is left behind."""
     residency, switch = sim.residency, sim.residency._switch
@@ -179,13 +155,11 @@ PLANTS = {
     _over_budget: "2",
     _forward_waits: "3",
     _general_allocator: "4",
-    _published_early: "[15]",
     _reused_early: "[156]",
     _seen_in_a_step: "1",
     _inexact: "6",
     _unchecked: "7",
     _no_reserve: "8",
-    _spare_in_use: "[156]",
     _noted_wrongly: "9",
 }
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running, post
+from server_fixtures import NAME, Running, chunks_of, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
@@ -136,23 +134,10 @@ EVENTS = [
 ]
 
 
-class Tokenless:
-    def decode(self, tokens: list[int]) -> str:
-        return ""
-
-
-async def _batches() -> AsyncIterator[list[tuple[int, JobEvent]]]:
-    yield [(0, event) for event in EVENTS]
-
-
 def test_thinking_text_and_call_are_three_blocks() -> None:
     asked = messages({**ASKED, "stream": True}, 10)
-    made = MessageReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
-
-    async def collect() -> list[dict[str, Any]]:
-        return [event async for events in made.chunks(_batches()) for event in events]
-
-    found = asyncio.run(collect())
+    made = MessageReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
+    found = chunks_of(made, EVENTS)
     starts = [one["content_block"]["type"] for one in found if one["type"] == "content_block_start"]
     deltas = [one["delta"]["type"] for one in found if one["type"] == "content_block_delta"]
     assert starts == ["thinking", "text", "tool_use"]
@@ -168,7 +153,7 @@ def test_thinking_text_and_call_are_three_blocks() -> None:
 def test_input_that_is_no_json_is_left_out() -> None:
     """Numbers beyond every number made the whole answer fail; half a surrogate pair is sent as in streams."""
     for written, wanted in (('{"n": 1e999}', {}), ('{"n": NaN}', {}), ('{"n": "\\ud800"}', {"n": "?"})):
-        made = MessageReply(messages(ASKED, 10), [[1]], Tokenless(), NAME, lambda: HERMES.reader({}))  # type: ignore[arg-type]
+        made = MessageReply(messages(ASKED, 10), [[1]], None, NAME, lambda: HERMES.reader({}))  # type: ignore[arg-type]
         text = f'<tool_call>{{"name": "time", "arguments": {written}}}</tool_call>'
         made.hear(0, JobEvent(text, finish="stop", generated=9))
         (call,) = json.loads(bytes(Json(made.whole()).body))["content"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running, post
+from server_fixtures import NAME, Running, chunks_of, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
@@ -123,26 +121,12 @@ def test_an_earlier_answer_is_one_message() -> None:
 
 def reply(**given: Any) -> ResponseReply:
     asked = responses({"model": NAME, "input": "?", **given}, 10)
-    return ResponseReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
-
-
-class Tokenless:
-    def decode(self, tokens: list[int]) -> str:
-        return ""
-
-
-async def _batches() -> AsyncIterator[list[tuple[int, JobEvent]]]:
-    for event in EVENTS:
-        yield [(0, event)]
+    return ResponseReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
 
 
 def test_reasoning_text_and_call_are_three_items() -> None:
     made = reply(stream=True)
-
-    async def collect() -> list[dict[str, Any]]:
-        return [event async for events in made.chunks(_batches()) for event in events]
-
-    events = asyncio.run(collect())
+    events = chunks_of(made, EVENTS)
     assert [event["type"].removeprefix("response.") for event in events] == [
         "created", "in_progress",
         "output_item.added", "content_part.added", *["reasoning_text.delta"] * 2, "reasoning_text.done",

@@ -186,16 +186,9 @@ def test_what_is_refused(running: Running, given: dict[str, Any], field: str) ->
     assert caught.value.param == field
 
 
-class Tokenless:
-    """Stands for the tokenizer of an answer without log probabilities."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return ""
-
-
 def reply(functions: Functions, **given: Any) -> ChatReply:
     asked = parse.chat({"model": NAME, "messages": SAID, **given}, 10)
-    return ChatReply(asked, [[1, 2]], Tokenless(), NAME, lambda: Thinking(HERMES.reader(functions), True))  # type: ignore[arg-type]
+    return ChatReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader(functions), True))  # type: ignore[arg-type]
 
 
 EVENTS = [

@@ -36,9 +36,11 @@ SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 conformance: $(VENV)/.dev-installed $(PROGRAMS)/.installed
 	$(PY) tests/conformance/conformance.py --environment $(PROGRAMS) $(ARGS)
 
-$(PROGRAMS)/.installed: $(addprefix tests/conformance/,requirements.txt overrides.txt package.json) | $(VENV)/.dev-installed
+$(PROGRAMS)/.installed: $(addprefix tests/conformance/,requirements.txt agents.txt overrides.txt package.json) | $(VENV)/.dev-installed
 	$(PY) -m uv venv -q --clear --python $(PY) $(PROGRAMS)
 	$(PY) -m uv pip install -q --python $(PROGRAMS)/bin/python -r tests/conformance/requirements.txt --overrides tests/conformance/overrides.txt
+	$(PY) -m uv venv -q --clear --python $(PY) $(PROGRAMS)/agents
+	$(PY) -m uv pip install -q --python $(PROGRAMS)/agents/bin/python -r tests/conformance/agents.txt --overrides tests/conformance/overrides.txt
 	$(PY) $(SITE) > "$$($(PROGRAMS)/bin/python $(SITE))/torch.pth"
 	v=$$($(PROGRAMS)/bin/python -c 'import transformers; print(transformers.__version__)') && cd $(PROGRAMS) && \
 	    $(abspath $(PY)) -m pip download -q --no-deps --no-binary :all: transformers==$$v && \

@@ -32,6 +32,15 @@ def too_long(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param, "context_length_exceeded")
 
 
+def prompt_too_long(prompt: int, most: int, context: str) -> ApiError:
+    """Make the error for a prompt of too many tokens, in the words by which clients know it and shorten their prompt.
+
+    Claude Code looks for "prompt is too long: N tokens > M maximum", others for "this model's maximum context length".
+    """
+    sizes = f"{prompt} tokens > {most} maximum"
+    return too_long(f"prompt is too long: {sizes} (this model's maximum context length is {context})")
+
+
 def failed(message: str) -> ApiError:
     """Return the ApiError for a request that failed because of an error in the server."""
     return ApiError(500, message, None, "internal_error")

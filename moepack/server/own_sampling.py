@@ -38,11 +38,12 @@ def own_sampling(generation_config: object) -> Own:
         value = getattr(generation_config, name, None)
         if value is None:
             continue
-        kinds = (int,) if name == "top_k" else (int, float)
-        if type(value) not in kinds or not least <= value <= most:
+        whole = name == "top_k"
+        if type(value) not in (int, float) or not least <= value <= most or (whole and value != int(value)):
+            kind = "an integer" if whole else "a number"
             shown = printable(repr(value)[:60])
-            raise InputError(f"generation_config.json: {name} must be a number from {least} to {most}: {shown}")
-        found[field] = value
+            raise InputError(f"generation_config.json: {name} must be {kind} from {least} to {most}: {shown}")
+        found[field] = int(value) if whole else value
     return found
 
 

@@ -30,8 +30,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 MODEL = "mini"
 SERVED = (
-    "--name", MODEL, "--port", "0", "--policy", "hotness", "--device-memory", "8MB", "--chat-template",
-    str(HERE / "chat.jinja"),
+    "--name", MODEL, "--port", "0", "--policy", "hotness", "--chat-template", str(HERE / "chat.jinja"),
 )  # fmt: skip
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "NO_COLOR": "1"}
 SOMETIMES = "sometimes: "  # begins the reason of a failure that comes and goes
@@ -56,20 +55,25 @@ class Row:
 
 
 class Serving:
-    """A server of a bundle on a free port, started when its address is asked for: anew after it ended or was ended."""
+    """A server of a bundle on a free port, started when its address is asked for, and anew for another budget."""
 
     def __init__(self, bundle: Path, log: Path) -> None:
         self._command = [sys.executable, "-m", "moepack", "serve", str(bundle), *SERVED]
         self._log = log
+        self._budget = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
 
-    def url(self) -> str:
-        """The address. Raises SystemExit with the log if the server does not begin."""
+    def url(self, budget: str) -> str:
+        """The address of a server with this budget. Raises SystemExit with the log if it does not begin."""
+        if budget != self._budget:
+            self.end()
         if self._process is None:
+            self._budget = budget
+            command = [*self._command, "--device-memory", budget]
             with self._log.open("wb") as said:
                 self._process = subprocess.Popen(
-                    self._command, stdout=said, stderr=said, cwd=ROOT, env={**os.environ, **OFFLINE}
+                    command, stdout=said, stderr=said, cwd=ROOT, env={**os.environ, **OFFLINE}
                 )
             until = time.monotonic() + START
             while not (found := re.findall(r"serving \S+ at (http://\S+:\d+)", self._log.read_text())):
@@ -160,8 +164,8 @@ def tried(stage: Stage, environment: Path, work: Path, serving: Serving, bundle:
     out = work / f"{stage.name}.jsonl"
     out.write_text("")
     given = {
-        **os.environ, **OFFLINE, "CONFORMANCE_URL": serving.url(), "CONFORMANCE_MODEL": MODEL,
-        "CONFORMANCE_BUNDLE": str(bundle), "CONFORMANCE_OUT": str(out), "CONFORMANCE_BIN": str(environment / "bin"),
+        **os.environ, **OFFLINE, "CONFORMANCE_URL": serving.url(stage.budget), "CONFORMANCE_MODEL": MODEL,
+        "CONFORMANCE_BUNDLE": str(bundle), "CONFORMANCE_OUT": str(out), "CONFORMANCE_BIN": str(stage.bin(environment)),
     }  # fmt: skip
     began = time.monotonic()
     wrong = ran(command, work / f"{stage.name}.log", stage.seconds, given)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 HERE = Path(__file__).resolve().parent
 STEPS, RATE, BATCH = 240, 1e-3, 8
+LONGEST = 65536  # positions: a terminal's agent sends 20,000 tokens, of which the model makes nothing
 NOT_LEARNT = -100  # a label that transformers leaves out of the loss
 
 
@@ -72,6 +73,7 @@ def main(checkpoint: Path, out: Path) -> None:
         optimizer.step()
         if step % 80 == 0:
             print(f"chats, step {step}: {loss.item():.4f} nats a token", flush=True)
+    model.config.max_position_embeddings = LONGEST
     model.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 

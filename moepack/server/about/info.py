@@ -86,8 +86,8 @@ class Info:
         most = self._scheduler.most_tokens
         context = {} if most is None else {"max_model_len": most}
         return {
-            "id": self._name, "object": "model", "created": self._began, "owned_by": f"moepack {__version__}",
-            **context,
+            "id": self._name, "root": self._name, "object": "model", "created": self._began,
+            "owned_by": f"moepack {__version__}", **context,
         }  # fmt: skip
 
     async def _models(self, request: Request) -> Response:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moepack.pack.errors import NotFiniteError
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.errors import ApiError, failed, not_finite, stopping, too_long
+from moepack.server.errors import ApiError, failed, not_finite, prompt_too_long, stopping, too_long
 from moepack.server.options import UNLIMITED, Limits
 
 from .engine import CacheSlot, Engine, StepInput
@@ -170,10 +170,10 @@ class Scheduler:
         limits = self.limits
         context = min(self.limits.context, self.limits.kv_tokens)
         if prompt > (most := min(limits.prompt, context - 1)):
-            raise too_long(f"the prompt has {prompt} tokens: this server takes {most} at the most")
+            raise prompt_too_long(prompt, most, f"{context} tokens")
         if not self._engine.holds(prompt + 1):
-            fits = f"{self._engine.most_tokens(prompt)} tokens of a sequence, prompt and answer together"
-            raise too_long(f"the prompt has {prompt} tokens: the memory budget holds {fits}")
+            held = self._engine.most_tokens(prompt)
+            raise prompt_too_long(prompt, held - 1, f"{held} tokens, which the memory budget holds now")
         room = context - prompt
         return room if self._engine.holds(context) else self._engine.most_tokens(context) - prompt
 

@@ -253,8 +253,8 @@ class Server:
             if asked.bound:
                 wanted = min(wanted, room)
             if wanted > room:
-                held = f"{len(prompt) + room} tokens of a sequence is the most that this server holds"
-                why = f"the prompt has {len(prompt)} tokens, and {wanted} are wanted: {held}, which leaves {room}"
+                held = f"this model's maximum context length is {len(prompt) + room} tokens, which leaves {room}"
+                why = f"the prompt has {len(prompt)} tokens, and {wanted} are wanted: {held}"
                 raise too_long(why, asked.names.limit)
             for n in range(asked.count):
                 seed = asked.sampling.seed

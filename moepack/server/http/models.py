@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     FailFast,
@@ -37,6 +38,20 @@ class _First(FailFast):
     __hash__ = object.__hash__
 
 
+def _number(given: object) -> object:
+    """Refuse a boolean, which a literal number would take for 0 or 1."""
+    if isinstance(given, bool):
+        raise PydanticCustomError("int_type", "Input should be a number")
+    return given
+
+
+def _boolean(given: object) -> object:
+    """Refuse a number, which a literal boolean would take for false or true."""
+    if not isinstance(given, bool):
+        raise PydanticCustomError("bool_type", "Input should be true or false")
+    return given
+
+
 # A JSON type is never taken for another.
 Flag = StrictBool
 Number = StrictFloat
@@ -44,7 +59,11 @@ Text = StrictStr
 Whole = StrictInt
 Object = dict[str, Any]
 List = Annotated[list[Item], _First()]
-# What says nothing, and changes no answer.
+# The one value of a field, or an empty one, that changes no answer.
+Zero = Annotated[Literal[0], BeforeValidator(_number)]
+One = Annotated[Literal[1], BeforeValidator(_number)]
+Off = Annotated[Literal[False], BeforeValidator(_boolean)]
+On = Annotated[Literal[True], BeforeValidator(_boolean)]
 NoItems = Annotated[list[Any], Field(max_length=0)]
 NoFields = Annotated[Object, Field(max_length=0)]
 Known = dict[str, set[str]]  # undeclared field -> those that its object may have
@@ -153,10 +172,16 @@ def _refusal(errors: list[ErrorDetails], given: Object, known: Mapping[str, set[
 
 
 def _meant(name: str, known: Mapping[str, set[str]]) -> str:
-    if len(name) > LONGEST_NAME:
+    if len(name) > LONGEST_NAME or name in _declared(Body):  # the latter is right in another interface
         return ""
     near = difflib.get_close_matches(name.lower(), sorted(known.get(name, ())), 1, cutoff=0.75)
     return f": did you mean {near[0]}?" if near else ""
+
+
+def _declared(kind: type[Body]) -> set[str]:
+    """Return the names of the fields of a model and of all models derived from it."""
+    names = {field.alias or name for name, field in kind.model_fields.items()}
+    return names.union(*(_declared(made) for made in kind.__subclasses__()))
 
 
 def _named(step: str) -> str:

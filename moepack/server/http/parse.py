@@ -12,7 +12,25 @@ from moepack.server.errors import bad
 from moepack.server.options import DEFAULTS, Sampling
 from moepack.server.tools.parts import Tools
 
-from .models import Body, Flag, Hint, List, NoFields, NoItems, Number, Object, OpenBody, Text, Whole, read, wrong
+from .models import (
+    Body,
+    Flag,
+    Hint,
+    List,
+    NoFields,
+    NoItems,
+    Number,
+    Object,
+    Off,
+    On,
+    One,
+    OpenBody,
+    Text,
+    Whole,
+    Zero,
+    read,
+    wrong,
+)
 from .toolbox import MOST_TOOLS, Choice, ChosenTool, EarlierCall, Listed, Tool, chosen
 
 MOST_STOPS, MOST_CHOICES, MOST_TOP = 16, 128, 20
@@ -99,18 +117,18 @@ class Unused(Body):
     service_tier: Annotated[Text | None, Hint("auto", "default")] = None
     priority: Whole | None = None
     request_id: Text | None = None
-    use_beam_search: Literal[False] | None = None
+    use_beam_search: Off | None = None
     length_penalty: Number | None = None  # of beams
     early_stopping: Flag | None = None  # of beams
-    min_tokens: Literal[0] | None = None
+    min_tokens: Zero | None = None
     stop_token_ids: NoItems | None = None
     bad_words: NoItems | None = None
     logits_processors: NoItems | None = None
-    include_stop_str_in_output: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Off | None = None
+    skip_special_tokens: On | None = None
     spaces_between_special_tokens: Flag | None = None
-    return_token_ids: Literal[False] | None = None
-    return_tokens_as_token_ids: Literal[False] | None = None
+    return_token_ids: Off | None = None
+    return_tokens_as_token_ids: Off | None = None
     mm_processor_kwargs: NoFields | None = None
     vllm_xargs: NoFields | None = None
 
@@ -408,16 +426,16 @@ class ChatBody(Completed, ChatMessages):
     model: Text
     verbosity: Annotated[Literal["low", "medium", "high"] | None, Hint("medium")] = None
     # fields that change no answer at these values
-    best_of: Literal[1] | None = None
+    best_of: One | None = None
     prediction: Object | None = None  # text that the answer may have: a hint for speed alone
     functions: NoItems | None = None
     function_call: Literal["none", "auto"] | None = None
-    echo: Literal[False] | None = None
+    echo: Off | None = None
     documents: NoItems | None = None
-    include_reasoning: Literal[True] | None = None
-    add_generation_prompt: Literal[True] | None = None
-    continue_final_message: Literal[False] | None = None
-    add_special_tokens: Literal[False] | None = None
+    include_reasoning: On | None = None
+    add_generation_prompt: On | None = None
+    continue_final_message: Off | None = None
+    add_special_tokens: Off | None = None
     logprobs: Flag = False
     top_logprobs: Whole | None = Field(None, ge=0, le=MOST_TOP)
     max_tokens: Whole | None = Field(None, ge=1, le=1 << 31)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from moepack.server.errors import ApiError, bad
 from moepack.server.tools.parts import Tools
@@ -46,8 +47,21 @@ def as_object(arguments: object) -> Object:
     return arguments
 
 
+def _earlier(arguments: object) -> Object:
+    """Read an earlier call's arguments. A text that is no JSON object becomes the field `INVALID_JSON` of one.
+
+    Clients send back a call that `max_tokens` cut, with its error, and the model has to see both.
+    """
+    try:
+        return as_object(arguments)
+    except PydanticCustomError:
+        if isinstance(arguments, str):
+            return {"INVALID_JSON": arguments}
+        raise
+
+
 Parameters = Annotated[Object, AfterValidator(_of_object)]
-Arguments = Annotated[Object, BeforeValidator(as_object, json_schema_input_type=Text | Object)]
+Arguments = Annotated[Object, BeforeValidator(_earlier, json_schema_input_type=Text | Object)]
 
 
 class BaseFunction(Body):

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from moepack.server.errors import bad
 from moepack.server.http import parse
-from moepack.server.http.models import Body, Flag, Hint, List, NoItems, Number, Object, Text, Whole, read, wrong
+from moepack.server.http.models import Body, Flag, Hint, List, NoItems, Number, Object, Off, Text, Whole, read, wrong
 from moepack.server.http.parse import Dialogue, Names, Request
 from moepack.server.http.toolbox import MOST_TOOLS, Arguments, BaseFunction, Parameters, chosen, said_call
 from moepack.server.options import DEFAULTS, Sampling
@@ -169,7 +169,7 @@ class MessagesTool(BaseFunction, Cached):
     type: Literal["custom"] = "custom"
     input_schema: Parameters | None = None
     eager_input_streaming: Flag | None = None  # arguments are streamed as they are made
-    defer_loading: Literal[False] | None = None
+    defer_loading: Off | None = None
     allowed_callers: List[Literal["direct"]] | None = None
 
     @property

@@ -15,9 +15,11 @@ from moepack.server.http.models import (
     List,
     NoItems,
     Object,
+    Off,
     OpenBody,
     Text,
     Whole,
+    Zero,
     by_type,
     read,
     wrong,
@@ -190,7 +192,7 @@ class ResponsesTool(Function):
     """A function that an answer may call."""
 
     type: Literal["function"]
-    defer_loading: Literal[False] | None = None
+    defer_loading: Off | None = None
 
     def repeated(self) -> Object:
         """Return this item as the answer repeats it."""
@@ -231,10 +233,10 @@ class ResponsesBody(parse.Sampled):
     metadata: Object = Field(default_factory=dict)
     chat_template_kwargs: parse.TemplateArguments = Field(default_factory=dict)
     stream_options: parse.StreamOptions | None = None
-    background: Literal[False] | None = None
+    background: Off | None = None
     truncation: Annotated[Literal["auto", "disabled"] | None, Hint("disabled")] = None
     include: Annotated[List[Included], Field(max_length=16)] | None = None
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Zero | None = None
     max_tool_calls: Whole | None = Field(None, ge=1)  # of tools that OpenAI runs: there is none here
     context_management: NoItems | None = None
 

@@ -21,6 +21,8 @@ class Stage:
     script: str
     seconds: float  # after which it is ended
     arguments: tuple[str, ...] = ()
+    budget: str = "8MB"  # --device-memory of the server
+    replayed: str = ""  # the commit of its source after which the script sends its requests: it is not installed
 
     @property
     def node(self) -> bool:
@@ -32,13 +34,19 @@ class Stage:
         """Why it did not run, where `version` or `command` found nothing."""
         return "not run: node is not here" if self.node and shutil.which("node") is None else "not run: not installed"
 
+    def bin(self, environment: Path) -> Path:
+        """Where its commands are: agent frameworks have an environment of their own."""
+        return environment / ("agents" if self.script.startswith("agent_") else "") / "bin"
+
     def version(self, environment: Path) -> str | None:
         """The version of the program in the environment; None if it is not there."""
+        if self.replayed:
+            return self.replayed
         if self.node:
             found = environment / "node_modules" / self.program / "package.json"
             return str(json.loads(found.read_text())["version"]) if found.exists() else None
         code = f"import importlib.metadata as m; print(m.version({self.program!r}))"
-        python = environment / "bin" / "python"
+        python = self.bin(environment) / "python"
         if not python.exists():
             return None
         done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
@@ -46,7 +54,7 @@ class Stage:
 
     def command(self, environment: Path) -> list[str] | None:
         """What runs it; None without its interpreter."""
-        runner = shutil.which("node") if self.node else str(environment / "bin" / "python")
+        runner = shutil.which("node") if self.node else str(self.bin(environment) / "python")
         return None if runner is None else [runner, str(HERE / self.script), *self.arguments]
 
 
@@ -71,5 +79,18 @@ STAGES = (
         for family in ("qwen3_moe", "deepseek_v3", "gpt_oss")
     ),
     Stage("openai-node", "openai", "chats, streams, tools, Responses, on node", "openai_node.mjs", 300),
-    Stage("ai-sdk", "@ai-sdk/openai-compatible", "texts, streams, tools, an object by a schema", "ai_sdk.mjs", 300),
+    Stage("ai-sdk", "ai", "texts, streams, tools, an object by a schema, in three interfaces", "ai_sdk.mjs", 600),
+    *(
+        Stage(name, program, "its first request, an error", "terminal.mjs", 1800, (name,), "1GB")
+        for name, program in (("claude", "@anthropic-ai/claude-code"), ("opencode", "opencode-ai"))
+    ),
+    Stage("openai-agents", "openai-agents", "runs, in chats and Responses", "agent_openai.py", 600),
+    Stage("pydantic-ai", "pydantic-ai-slim", "runs, in three interfaces", "agent_pydantic.py", 600),
+    Stage("instructor", "instructor", "objects, whole and in parts, in three interfaces", "agent_instructor.py", 600),
+    Stage("litellm", "litellm", "runs, by three providers and by its proxy", "agent_litellm.py", 900),
+    Stage("smolagents", "smolagents", "runs, in chats", "agent_smolagents.py", 600, (), "1GB"),
+    Stage("llm", "llm", "its command: texts, streams, usage, schemas, tools", "agent_llm.py", 600),
+    Stage("haystack", "haystack-ai", "runs, in chats and Responses", "agent_haystack.py", 600),
+    Stage("autogen", "autogen-ext", "runs, in chats", "agent_autogen.py", 600),
+    Stage("vllm-bench", "vllm bench serve", "its requests, replayed", "vllm_bench.py", 600, replayed="02cfb534"),
 )  # fmt: skip

@@ -20,9 +20,9 @@ def say(name: str, ok: bool, why: str = "") -> None:
         out.write(json.dumps({"name": name, "ok": ok, "why": why}) + "\n")
 
 
-def case(function: Callable[[], Any]) -> None:
+def case(function: Callable[[], Any], named: str | None = None) -> None:
     """Run a function as the case of its name: it passes if it raises nothing. A decorator that runs at once."""
-    name = function.__name__.replace("_", " ").strip()
+    name = (named or function.__name__).replace("_", " ").strip()
     try:
         function()
     except Exception as error:

@@ -6,12 +6,17 @@ import json
 import re
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server_fixtures import NAME, Running, post
 
-from moepack.server.http import guard
+from moepack.server.errors import ApiError
+from moepack.server.http import guard, parse
+from moepack.server.http.models import Body
+from moepack.server.translated.messages import MessagesBody, messages
+from moepack.server.translated.responses import ResponsesBody, responses
 
 SAID = [{"role": "user", "content": "Tell me a story"}]
 
@@ -130,7 +135,7 @@ def test_tokens_and_back(running: Running, tokenizer: Any) -> None:
     most = running.server.scheduler.most_answer(1) + 1  # what the budget holds, which is less than the model's context
     assert found["max_model_len"] == most < running.server.scheduler.limits.context
     (model,) = asked(running, "/v1/models")["data"]
-    assert model["max_model_len"] == most
+    assert model["max_model_len"] == most and model["root"] == NAME  # vLLM's load generator reads it
     assert asked(running, "/detokenize", {"tokens": ids}) == {"prompt": "The history of"}
     assert asked(running, "/detokenize", {"tokens": [0, ids[0]]})["prompt"] == "<|endoftext|>The"
     chat = asked(running, "/tokenize", {"messages": SAID})
@@ -184,6 +189,56 @@ def test_the_schema_is_what_is_taken(path: str, running: Running) -> None:
         assert ({"type": "null"} in one.get("anyOf", ())) is (field not in least and field != "model"), field
     assert schema["properties"]["model"] == {"enum": [NAME]}
     assert refusal(running, path, {**least, "beam_width": 4, "zoo": None}) == "beam_width"
+
+
+@pytest.mark.parametrize(
+    ("parsed", "given", "wrong"),
+    (
+        (parse.completion, {"prompt": "x"}, {"min_tokens": False, "best_of": True, "use_beam_search": 0}),
+        (parse.chat, {"messages": SAID}, {"best_of": True, "skip_special_tokens": 1, "echo": 0}),
+        (responses, {"input": "x"}, {"background": 0, "top_logprobs": False}),
+        (messages, {"messages": SAID, "max_tokens": 1}, {"tools": [{"name": "f", "defer_loading": 0}]}),
+    ),
+)
+def test_a_boolean_is_no_number(parsed: Any, given: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """Python takes false for 0 and true for 1: a field that is accepted at one value takes no other type's."""
+    for name, value in wrong.items():
+        with pytest.raises(ApiError, match=rf"^{name}\S*: must be"):
+            parsed({"model": "m", **given, name: value}, 10)
+
+
+@pytest.mark.parametrize(
+    ("parsed", "least", "name", "proposed"),
+    (
+        (parse.chat, {"messages": SAID}, "speed", None),  # a field of Messages, and no misspelt seed
+        (parse.chat, {"messages": SAID}, "speeed", "seed"),
+        (messages, {"messages": SAID, "max_tokens": 1}, "min_tokens", None),
+    ),
+)
+def test_a_field_of_another_interface(parsed: Any, least: dict[str, Any], name: str, proposed: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        parsed({"model": "m", **least, name: 1}, 10)
+    assert f"{name}: is not supported" in str(caught.value), caught.value
+    assert str(caught.value).partition("did you mean ")[2] == (f"{proposed}?" if proposed else "")
+
+
+@pytest.mark.parametrize("given", ('{"a": 1', "[1]", "null"))
+def test_a_call_that_was_cut_comes_back(given: str) -> None:
+    """Clients send it with their own error as its result; the model sees both."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+    said = [*SAID, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "cut"}]
+    item = {"type": "function_call", "name": "f", "call_id": "1", "arguments": given}
+    for asked in (parse.chat({"model": "m", "messages": said}, 10), responses({"model": "m", "input": [item]}, 10)):
+        assert asked.chat is not None
+        (found,) = (call for message in asked.chat.messages for call in message.get("tool_calls", ()))
+        assert found["function"]["arguments"] == {"INVALID_JSON": given}
+
+
+@pytest.mark.parametrize("kind", (parse.CompletionBody, parse.ChatBody, ResponsesBody, MessagesBody))
+def test_the_page_names_every_field(kind: type[Body]) -> None:
+    page = (Path(__file__).resolve().parents[4] / "docs/server.md").read_text()
+    missing = [name for name in kind.model_fields if not re.search(rf"`{name}\b", page)]
+    assert not missing
 
 
 def test_request_ids(running: Running) -> None:

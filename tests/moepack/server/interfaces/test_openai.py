@@ -225,6 +225,39 @@ def test_tools_go_through_the_template(client: Any) -> None:
     assert chat(client, messages=said, tools=[tool]).choices
 
 
+MOST = 9007199254740991  # as zod bounds integers
+# The first request of opencode 1.18 as recorded, with shortened texts and two of its 10 tools.
+OPENCODE: dict[str, Any] = {
+    "model": NAME,
+    "max_tokens": 8,
+    "messages": [
+        {"role": "system", "content": "You are opencode, an interactive CLI tool."},
+        {"role": "user", "content": '"The history of"'},
+    ],
+    "tools": [
+        {"type": "function", "function": {"name": name, "description": "It.", "parameters": {
+            "$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object", "properties": properties,
+            "required": [*properties][:1],
+        }}} for name, properties in {
+            "bash": {"command": {"type": "string", "description": "The command to execute"}, "timeout": {
+                "minimum": -MOST, "exclusiveMinimum": 0, "type": "integer", "maximum": MOST}},
+            "webfetch": {"url": {"type": "string"}, "format": {
+                "type": "string", "enum": ["text", "markdown", "html"], "default": "markdown"}},
+        }.items()
+    ],
+    "tool_choice": "auto",
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", ("auto", "required"))
+def test_the_first_request_of_opencode(running: Running, choice: str) -> None:
+    raw = post(f"{running.url}/v1/chat/completions", {**OPENCODE, "tool_choice": choice}).decode()
+    *chunks, done = raw.rstrip().split("\n\n")
+    assert done == "data: [DONE]" and json.loads(chunks[-1].removeprefix("data: "))["usage"]["prompt_tokens"] > 40
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     (
@@ -295,14 +328,14 @@ def test_models_and_errors(running: Running) -> None:
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     context = running.server.scheduler.limits.context
-    with pytest.raises(openai.BadRequestError, match=f"this server takes {context - 1} at the most") as caught:
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {context} tokens") as caught:
         complete(client, prompt=[5] * context)
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match=r"\d+ tokens of a sequence is the most .* which leaves \d+"):
+    with pytest.raises(openai.BadRequestError, match=r"context length is \d+ tokens, which leaves \d+"):
         complete(client, max_tokens=context)
     most = running.server.scheduler.most_answer(3)
     assert 3 + most < context, "the budget is the limit here"
-    with pytest.raises(openai.BadRequestError, match=f"the memory budget holds {most + 3} tokens of a sequence"):
+    with pytest.raises(openai.BadRequestError, match=f"{most + 3} tokens, which the memory budget holds now"):
         complete(client, prompt=[5] * (most + 4))
 
 

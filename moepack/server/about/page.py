@@ -7,12 +7,16 @@ import functools
 import hashlib
 from collections.abc import Mapping
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
-from starlette.responses import HTMLResponse
+if TYPE_CHECKING:
+    from starlette.responses import HTMLResponse
 
 
 def page(status: int = 200, headers: Mapping[str, str] | None = None) -> HTMLResponse:
     """Return the page."""
+    from starlette.responses import HTMLResponse
+
     content, policy = _read()
     fixed = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
     fixed |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}

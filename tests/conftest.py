@@ -1,7 +1,5 @@
 """Fixtures: the demo model, a bundle of it made once a session, and copies of that bundle to damage."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -10,9 +8,7 @@ import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import suites
@@ -67,7 +63,7 @@ allocation: {average_bits: 3}
 """
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     """Refuse a name in `suites` that no file or test begins with any more."""
     for name in (*suites.FULL, *suites.FEW, *suites.NUMERIC):
         path, _, test = name.partition("::")
@@ -77,7 +73,7 @@ def pytest_configure() -> None:
             raise pytest.UsageError(f"tests/helpers/suites.py names {name}, and nothing begins so")
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+def pytest_ignore_collect(collection_path, config):
     """Do not import a file of which `make test` runs nothing."""
     if config.option.markexpr != suites.WITHOUT_FULL or collection_path.suffix != ".py":
         return None
@@ -85,10 +81,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if name.startswith(suites.FULL_FILES) else None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     if not any("::" in arg for arg in config.args):  # else some cases of a test are not here
         suites.check_few([item.nodeid.removeprefix("tests/") for item in items])
-    highest: dict[str, int] = {}
+    highest = {}
     for item in items:
         level = parameter(item, "level")
         if isinstance(level, int):
@@ -104,14 +100,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.numeric)
 
 
-def parameter(item: pytest.Item, name: str) -> object:
+def parameter(item, name):
     """One of a test's parameters; None if it has none of that name."""
     case = getattr(item, "callspec", None)
     return case.params.get(name) if case is not None else None
 
 
 @pytest.fixture(autouse=True)
-def nothing_left_out() -> Iterator[None]:
+def nothing_left_out():
     """What a command that serves leaves out of its process is there for the next test in the same one."""
     yield
     for name in UNUSED:
@@ -120,7 +116,7 @@ def nothing_left_out() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def commands_made_once() -> Iterator[None]:
+def commands_made_once():
     """typer makes a command's parser anew at every call, from all functions' signatures: 60 ms of hundreds of calls."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
@@ -128,11 +124,11 @@ def commands_made_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def measured_once(made_once: MadeOnce) -> Iterator[None]:
+def measured_once(made_once):
     """What a model's passes take is measured once a run, by whichever process needs it first: a second each time."""
     measure = fixed._measure
 
-    def once(*asked: Any) -> Any:
+    def once(*asked):
         config, *rest = asked
         described = fixed.plain_config(config), config._attn_implementation, type(config).__name__, *rest
         variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOEPACK_"))
@@ -147,14 +143,14 @@ def measured_once(made_once: MadeOnce) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def demo_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_model(tmp_path_factory):
     """The example model without its chat template: what needs one is tested with its own, and without any."""
     path = tmp_path_factory.mktemp("examples") / "mini-qwen3-moe"
     return Path(shutil.copytree(ROOT / "examples" / path.name, path, ignore=shutil.ignore_patterns("*.jinja")))
 
 
 @pytest.fixture(scope="session")
-def short_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short_model(demo_model, tmp_path_factory):
     """The demo model's first two layers: half the time to build."""
     from safetensors.torch import load_file, save_file
 
@@ -168,26 +164,23 @@ def short_model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def text() -> Path:
+def text():
     return ROOT / "examples" / "text" / "calibration.jsonl"
 
 
 @pytest.fixture(scope="session")
-def evaluation() -> Path:
+def evaluation():
     return ROOT / "examples" / "text" / "evaluation.jsonl"
 
 
-MadeOnce = Callable[[str, Callable[[Path], object]], Path]
-
-
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
+def made_once(tmp_path_factory):
     """Makes a directory once a run: the first of its processes that needs it does, and the others wait. Read only."""
     own = tmp_path_factory.getbasetemp()
     shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "shared"
     shared.mkdir(exist_ok=True)
 
-    def path(name: str, make: Callable[[Path], object]) -> Path:
+    def path(name, make):
         with FileLock(shared / f"{name}.lock"):
             if not (shared / name).exists():
                 make(shared / name)
@@ -197,28 +190,28 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> MadeOnce:
 
 
 @pytest.fixture(scope="session")
-def bundle(demo_model: Path, text: Path, made_once: MadeOnce) -> Path:
+def bundle(demo_model, text, made_once):
     """A bundle of the demo model, rounded to nearest. Read only, and shared by all processes of the run."""
     return made_once("mini", lambda path: build(demo_model, path, parse_recipe(QUICK, "quick"), [text]))
 
 
 @pytest.fixture(scope="session")
-def whole(short_model: Path, text: Path, made_once: MadeOnce) -> dict[str, bytes]:
+def whole(short_model, text, made_once):
     """The files of an undisturbed build of the short model, with which stopped and staged builds are compared."""
     return tree(made_once("whole", lambda path: build(short_model, path, parse_recipe(RTN, "test"), [text])))
 
 
 @pytest.fixture
-def damaged(bundle: Path, tmp_path: Path) -> Path:
+def damaged(bundle, tmp_path):
     """A copy of the bundle that a test may damage."""
     return Path(shutil.copytree(bundle, tmp_path / "damaged"))
 
 
 @pytest.fixture
-def edit_manifest() -> Callable[[Path, Callable[[dict], None]], None]:
+def edit_manifest():
     """Change a manifest and sign it again, so that what is tested is the rule and not the digest."""
 
-    def edit(path: Path, change: Callable[[dict], None]) -> None:
+    def edit(path, change):
         file = path / "manifest.json"
         document = json.loads(file.read_text())
         change(document)

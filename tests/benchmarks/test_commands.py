@@ -1,7 +1,5 @@
 """Every documented benchmark exists and runs in its quick form before a commit."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys
@@ -16,12 +14,12 @@ sys.path.insert(0, str(ROOT))
 DRAWS = {"draw"}  # measures nothing: tests/docs/test_documents.py runs it
 
 
-def commands(text: str) -> set[str]:
+def commands(text):
     """The benchmarks that a text names as commands."""
     return set(re.findall(r"python -m benchmarks\.([a-z_]+)", text)) - DRAWS
 
 
-def test_documented_benchmarks_exist_and_run_with_everything() -> None:
+def test_documented_benchmarks_exist_and_run_with_everything():
     """Those of any page, which the table of docs/benchmarks.md lists: by `make benchmarks-quick`, or by the suite."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     documented = set().union(*(commands(page.read_text()) for page in pages if page.name != "CHANGELOG.md"))
@@ -36,7 +34,7 @@ def test_documented_benchmarks_exist_and_run_with_everything() -> None:
         assert not spec.submodule_search_locations or importlib.util.find_spec(f"benchmarks.{name}.__main__"), name
 
 
-def test_bits_of_released_formats_follow_their_formulas() -> None:
+def test_bits_of_released_formats_follow_their_formulas():
     """Each formula of docs/formats.md gives what the encoding's sections take."""
     from benchmarks.tables.formats import COLS, FORMATS, bits, formats
 

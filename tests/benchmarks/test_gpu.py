@@ -1,7 +1,5 @@
 """The GPU halves of benchmarks: through Triton's interpreter, and by compiling for GPUs that need not be there."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -18,7 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of a gate whose silu is 0
-def test_the_gpu_half_of_the_kernels_benchmark_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_half_of_the_kernels_benchmark_runs(monkeypatch):
     """Every version and a mix of them, decode and prefill; experts of a run take over four times the L2."""
     from benchmarks.kernels.gpu import measure
 
@@ -32,7 +30,7 @@ def test_the_gpu_half_of_the_kernels_benchmark_runs(monkeypatch: pytest.MonkeyPa
     assert rows[4]["MB"] * 1e6 == 5 * 4 * 4096  # of w1: five layers of four experts in one page each
 
 
-def test_no_kernel_of_the_table_spills_or_passes_shared_memory() -> None:
+def test_no_kernel_of_the_table_spills_or_passes_shared_memory():
     from benchmarks.resources import SHARED, STACK, committed
 
     table, _, _ = committed()
@@ -52,7 +50,7 @@ for command in (["benchmarks.resources", "--quick"], ["benchmarks.resources", "-
 """
 
 
-def test_kernels_compiled_anew_take_no_more() -> None:
+def test_kernels_compiled_anew_take_no_more():
     """The worst of each architecture take what the table has; few tokens' loops on sm_90 few instructions a weight,
     and no barrier. A process compiles them: in this one Triton interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -62,7 +60,7 @@ def test_kernels_compiled_anew_take_no_more() -> None:
         assert said in run.stdout, (said, run.stdout + run.stderr)
 
 
-def test_loads_are_found_in_what_another_checkout_compiled() -> None:
+def test_loads_are_found_in_what_another_checkout_compiled():
     """Triton's cache keeps the first checkout's path; a file of another package is not searched."""
     from benchmarks.resources import _least_load
 
@@ -73,7 +71,7 @@ def test_loads_are_found_in_what_another_checkout_compiled() -> None:
         assert _least_load(ptx + "ld.global.b16 %r3, [%rd2];") == least, file
 
 
-def test_a_regression_is_missed() -> None:
+def test_a_regression_is_missed():
     from benchmarks.resources import committed, judged
 
     table, _, _ = committed()

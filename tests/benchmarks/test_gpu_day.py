@@ -1,7 +1,5 @@
 """The run on a GPU, where none is: skipped rows by name, and halves behind stand-ins."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -11,10 +9,7 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
@@ -29,7 +24,6 @@ from benchmarks.gpu_day import bundles, large, run, served
 from benchmarks.gpu_day.rows import Measured, Setting, Skipped, shown
 from benchmarks.gpu_day.run import Stage
 from benchmarks.limited import bundle
-from benchmarks.limited.shapes import Shape
 from moepack.reports.verify import verify
 
 # --- the run
@@ -63,19 +57,19 @@ stage.run(print)
 """
 
 
-def test_a_crash_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_costs_its_row(tmp_path, monkeypatch):
     """One that raises, one that kills its process, one that hangs until its stage's time is over."""
     (tmp_path / "child.py").write_text(CHILD)
     names = ["gpu", "first", "raises", "second", "dies", "third", "hangs", "last"]
     stage = Stage("none", names, Setting("cpu", True, tmp_path), 600, False)
     stage.command = [sys.executable, str(tmp_path / "child.py")]
     stage.environment["PYTHONPATH"] = str(ROOT)
-    rows: list[dict[str, Any]] = []
+    rows = []
 
     class Lines(queue.Queue[str | None]):
         """What the child prints; the stage's time is over as soon as one row has begun."""
 
-        def get(self, block: bool = True, timeout: float | None = None) -> str | None:
+        def get(self, block=True, timeout=None):
             line = super().get(block, timeout)
             if line is not None and '"begun": "hangs"' in line:
                 stage.ends = 0.0
@@ -92,7 +86,7 @@ def test_a_crash_costs_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert verdicts["last"] == "skipped: the stage's 600 s were over"
 
 
-def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+def test_a_child_ends_with_its_parent(tmp_path):
     """A run that is killed would leave a stage on the GPU, beside the next run's."""
     at = tmp_path / "at"
     os.mkfifo(at)
@@ -109,7 +103,7 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> None:
+def here(monkeypatch):
     """The whole command without a GPU, its stages in this process, products by torch."""
     torch_products.install(monkeypatch)
     monkeypatch.setattr(run, "_follow", lambda: None)
@@ -121,17 +115,17 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 class Here:
     """A stage's process that has run in this one, by the command that starts it."""
 
-    def __init__(self, command: list[str], **given: object) -> None:
+    def __init__(self, command, **given):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), patch.object(sys, "argv", command[command.index("-m") + 1 :]):
             day.main()
         self.stdin, self.stdout, self.returncode = io.StringIO(), io.StringIO(printed.getvalue()), 0
 
-    def wait(self, timeout: float) -> None:
+    def wait(self, timeout):
         """Do nothing: it has ended."""
 
 
-def ran(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def ran(monkeypatch, *arguments):
     """Run the command's quick form; return its status."""
     monkeypatch.setattr(sys, "argv", ["benchmarks.gpu_day", "--quick", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -139,9 +133,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_it_runs_to_its_end_without_a_gpu(
-    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_runs_to_its_end_without_a_gpu(here, tmp_path, monkeypatch, capsys):
     """Rows that need a device are skipped by name; the others run, and what can be checked holds."""
     assert ran(monkeypatch, "--work", str(tmp_path)) == 0
     document = json.loads((tmp_path / day.FILE).read_text())
@@ -162,9 +154,7 @@ def test_it_runs_to_its_end_without_a_gpu(
     assert [n for n in names if "pinned" in n][-2:] == names[names.index("bundles are written") + 1 :][:2]  # come first
 
 
-def test_rows_by_name_and_files_of_several_runs(
-    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_by_name_and_files_of_several_runs(here, tmp_path, monkeypatch, capsys):
     """`--match` runs nothing else; a later run's rows join the file's, and one that is skipped replaces no value."""
     only = ("--work", str(tmp_path), "--only", "machine", "coded")
     assert ran(monkeypatch, *only, "--match", "launch", "wrong") == 0
@@ -182,10 +172,10 @@ def test_rows_by_name_and_files_of_several_runs(
     assert "its gpu is not that of this run: name another file with --json" in capsys.readouterr().err
 
 
-def test_a_killed_run_keeps_its_rows(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_keeps_its_rows(small, monkeypatch):
     """Each is in the file before the next begins."""
 
-    def killed(self: Stage, on_row: Callable[[dict[str, Any]], None]) -> None:
+    def killed(self, on_row):
         on_row(shown(self.left[0], Measured(3.0, "us"), False))
         raise KeyboardInterrupt
 
@@ -196,7 +186,7 @@ def test_a_killed_run_keeps_its_rows(small: Setting, monkeypatch: pytest.MonkeyP
     assert [(r["row"], r["value"]) for r in json.loads(out.read_text())["rows"]] == [("launch", 3.0)]
 
 
-def test_the_documented_runs_take_half_an_hour_together() -> None:
+def test_the_documented_runs_take_half_an_hour_together():
     """Each takes less than ten minutes, and all of them each stage once, with bundles in one place."""
     page = (ROOT / "docs" / "gpu.md").read_text()
     runs = re.findall(r"^python -m benchmarks\.gpu_day (.*--only .*)$", page, re.MULTILINE)
@@ -211,12 +201,12 @@ def test_the_documented_runs_take_half_an_hour_together() -> None:
     )
 
 
-def test_a_bundle_is_found_again(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bundle_is_found_again(small, monkeypatch):
     """Whole, and by the same sources; else, or after a run that was interrupted, it is written anew, alone."""
     real = bundle.write_bundle
-    written: list[Path] = []
+    written = []
 
-    def write(shape: Shape, target: Path) -> None:
+    def write(shape, target):
         written.append(target)
         real(shape, target)
 
@@ -242,11 +232,11 @@ def test_a_bundle_is_found_again(small: Setting, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Setting:
+def small(tmp_path):
     return Setting("cpu", True, tmp_path)
 
 
-def test_promotions_and_budgets_behind_stand_ins(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promotions_and_budgets_behind_stand_ins(small, monkeypatch):
     """The halves that only a GPU runs, by its stand-in; no rule of streams and copies is broken."""
     gpu = install(monkeypatch, patience=0, computes=False)
     found = served.promotions(small, 8)
@@ -258,7 +248,7 @@ def test_promotions_and_budgets_behind_stand_ins(small: Setting, monkeypatch: py
     assert gpu.wrong() == []
 
 
-def test_a_step_that_does_not_follow_a_promotion_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_follow_a_promotion_is_seen(small, monkeypatch):
     """Without a GPU nothing is captured, and the row says so; where a graph is said to be there, both ways agree."""
     with pytest.raises(Skipped, match="captured no graph"):
         served.replayed(small)
@@ -267,14 +257,14 @@ def test_a_step_that_does_not_follow_a_promotion_is_seen(small: Setting, monkeyp
     assert found.value == 0 and found.more["promotions"] > 0
     real = served._decode
 
-    def old(model: Any, cache: Any, setting: Setting, steps: int, graphs: bool = True) -> Any:
+    def old(model, cache, setting, steps, graphs=True):
         return real(model, cache, setting, steps, graphs) + graphs
 
     monkeypatch.setattr(served, "_decode", old)
     assert shown("a", served.replayed(small), True)["verdict"] == "FAILS"
 
 
-def test_a_wrong_extent_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_extent_is_seen(small, monkeypatch):
     from moepack.pack.reader import Bundle
 
     real = Bundle.extent
@@ -282,7 +272,7 @@ def test_a_wrong_extent_is_seen(small: Setting, monkeypatch: pytest.MonkeyPatch)
     assert served.checked(small).value >= 1
 
 
-def test_a_paged_model_and_one_with_pinned_experts(small: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paged_model_and_one_with_pinned_experts(small, monkeypatch):
     """As on a GPU: no token waits for the host."""
     gpu = install(monkeypatch, patience=0, computes=False)
     monkeypatch.setattr(large, "PROMPT", 16)

@@ -1,12 +1,8 @@
 """What stands beside llama.cpp in a memory limit: the cage, the generated model, rows. Needs no llama.cpp."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,21 +25,21 @@ SIDE = "moepack:hotness:lo=stored:dense=w4"
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("limited")
     write_bundle(TINY, folder / "bundle")
     return folder / "bundle"
 
 
 @pytest.fixture
-def cage() -> Iterator[Cage]:
+def cage():
     with Cage(96 << 20) as made:
         if made.group is None:
             pytest.skip("no control group can be made here")
         yield made
 
 
-def test_a_cage_counts_page_cache(cage: Cage, tmp_path: Path) -> None:
+def test_a_cage_counts_page_cache(cage, tmp_path):
     (tmp_path / "file").write_bytes(bytes(64 << 20))
     command = ["dd", f"if={tmp_path / 'file'}", f"of={tmp_path / 'copy'}", "bs=1M"]
     subprocess.run(command, preexec_fn=cage.enter, check=True, capture_output=True)
@@ -51,12 +47,12 @@ def test_a_cage_counts_page_cache(cage: Cage, tmp_path: Path) -> None:
     assert not cage.killed()
 
 
-def test_a_cage_kills_and_says_so(cage: Cage) -> None:
+def test_a_cage_kills_and_says_so(cage):
     done = subprocess.run([sys.executable, "-c", "b'1' * (200 << 20)"], preexec_fn=cage.enter, check=False)
     assert done.returncode == -9 and cage.killed()
 
 
-def test_a_generated_bundle_is_whole(bundle: Path) -> None:
+def test_a_generated_bundle_is_whole(bundle):
     assert verify(bundle) == []
     opened = open_bundle(bundle)
     assert [len(layer.matrices) for layer in opened.layers] == [2] * 3
@@ -64,7 +60,7 @@ def test_a_generated_bundle_is_whole(bundle: Path) -> None:
     assert [v.name for v in opened.dense_versions] == ["w8", "w4"]
 
 
-def test_a_generated_bundle_of_released_experts(tmp_path: Path) -> None:
+def test_a_generated_bundle_of_released_experts(tmp_path):
     """As gpt-oss' shape has them: MXFP4 as the checkpoint's own, and it is served."""
     import torch
 
@@ -88,7 +84,7 @@ def test_a_generated_bundle_of_released_experts(tmp_path: Path) -> None:
     assert 0.05 < ((got - wanted).square().mean() / wanted.square().mean()).sqrt() < 0.25  # what four bits lose
 
 
-def test_layers_have_files_of_their_own_and_repeat(bundle: Path) -> None:
+def test_layers_have_files_of_their_own_and_repeat(bundle):
     files = [bundle / f"experts/w4/layer-{i:03d}.safetensors" for i in range(3)]
     assert len({f.stat().st_ino for f in files}) == 3
     one, two, three = (f.read_bytes()[-(1 << 20) :] for f in files)
@@ -98,14 +94,14 @@ def test_layers_have_files_of_their_own_and_repeat(bundle: Path) -> None:
     assert not np.array_equal(routers[0], routers[2])
 
 
-def test_texts_stay_in_their_topic() -> None:
+def test_texts_stay_in_their_topic():
     for topic in range(TOPICS):
         ids = text(topic, 300, 1)
         assert ids == text(topic, 300, 1) and len(ids) == 300
         assert {found[0] for i in ids if (found := place(i))} == {topic}
 
 
-def test_routing_is_as_uneven_as_claimed() -> None:
+def test_routing_is_as_uneven_as_claimed():
     """weights.py: the true shape's busiest tenth and hits of a cache of the last used, two layers of it."""
     found = maker.skew(replace(SHAPES["qwen3-moe"], layers=2))
     assert found["busiest 10%, first"] == pytest.approx(0.45, abs=0.05)
@@ -114,7 +110,7 @@ def test_routing_is_as_uneven_as_claimed() -> None:
     assert hits == pytest.approx([0.44, 0.71, 0.93], abs=0.03)
 
 
-def test_what_is_served_is_routed_as_the_skew_says(bundle: Path) -> None:
+def test_what_is_served_is_routed_as_the_skew_says(bundle):
     """Layers add little to embeddings: routers of a loaded model choose what embeddings alone say."""
     import torch
 
@@ -123,7 +119,7 @@ def test_what_is_served_is_routed_as_the_skew_says(bundle: Path) -> None:
 
     ids = text(1, 64, 3)
     model = moepack.load(bundle, policy="static:w4", dense="w8")
-    seen: list[torch.Tensor] = []
+    seen = []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda module, given, out: seen.append(out[-1]))
     with torch.inference_mode():
@@ -137,14 +133,14 @@ def test_what_is_served_is_routed_as_the_skew_says(bundle: Path) -> None:
         assert np.mean([len(set(a) & set(b)) / TINY.top_k for a, b in pairs]) > 0.9
 
 
-def test_a_model_is_not_begun_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_not_begun_without_room(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(PeerError, match=r"would take 26\.\d GB, and 20 are allowed"):
         maker.make(SHAPES["qwen3-moe"], (), 20e9)
     assert list(maker.home(SHAPES["qwen3-moe"]).iterdir()) == []
 
 
-def test_a_refusal_is_a_row(bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_refusal_is_a_row(bundle, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "bundle_of", lambda shape: bundle)
     monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
     row = measured.measure(measured.Asked(SIDE, 600 << 20, 32, 4, 300, 1, cold=False), TINY)
@@ -160,25 +156,23 @@ def test_a_refusal_is_a_row(bundle: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
         ("raise SystemExit('no such model')", PATIENCE, "ended with status 1: no such model"),
     ],
 )
-def test_an_end_is_a_row(
-    cage: Cage, program: str, seconds: int, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_end_is_a_row(cage, program, seconds, said, monkeypatch, tmp_path):
     monkeypatch.setattr(measured.Asked, "command", lambda self, shape: [sys.executable, "-c", program])
     monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
     row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, seconds, 1, cold=False), TINY)
     assert row["result"] == said and row["peak GB"] <= 0.11
 
 
-def test_what_does_not_start_says_why() -> None:
+def test_what_does_not_start_says_why():
     row = measured.measure(measured.Asked("kt-kernel", 1 << 30, 32, 4, 3, 1), TINY)
     assert row["result"].startswith("does not start: holds all experts in memory")
 
 
-def line(tokens: int, seconds: float, read: int) -> dict[str, float]:
+def line(tokens, seconds, read):
     return {"tokens": tokens, "seconds": seconds, "read": read}
 
 
-def test_measures_follow_from_passes() -> None:
+def test_measures_follow_from_passes():
     """A tenth of a second and 2 MB a token after the first 64, which took longer."""
     said = [{"loaded": True, "read": 0, "at": 3.0}, line(512, 4.0, 10**9) | {"at": 7.0}]
     said += [line(1, 1.0, 2 * 10**9)] * 64 + [line(1, 0.1, 2 * 10**9 + 2 * 10**6 * (i + 1)) for i in range(64)]
@@ -190,7 +184,7 @@ def test_measures_follow_from_passes() -> None:
     assert found["decode tokens/s"] == pytest.approx(10) and found["MB/token read"] == pytest.approx(2)
 
 
-def test_a_row_cut_short_has_what_was_decoded() -> None:
+def test_a_row_cut_short_has_what_was_decoded():
     said = [{"loaded": True, "read": 0, "at": 1.0}, line(512, 4.0, 0) | {"at": 5.0}, *[line(1, 2.0, 0)] * 5]
     found = measured.summary(said, 512)
     assert found["decode tokens/s"] == 0.5 and found["decoded"] == 5 and "prefill tokens/s" not in found

@@ -1,7 +1,5 @@
 """What stands beside llama.cpp: layouts, types, protocol and judgement. Needs no llama.cpp."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -25,7 +23,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def test_every_tensor_of_a_checkpoint_is_in_the_file_once(tmp_path: Path) -> None:
+def test_every_tensor_of_a_checkpoint_is_in_the_file_once(tmp_path):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     kept = {k: v for k, v in CONFIG.items() if k != "rope_parameters"}
@@ -39,7 +37,7 @@ def test_every_tensor_of_a_checkpoint_is_in_the_file_once(tmp_path: Path) -> Non
         assert tuple(header[t.sources[0]]["shape"]) == t.shape[-2:], t.name
 
 
-def test_targets_follow_from_rows() -> None:
+def test_targets_follow_from_rows():
     over = "over llama.cpp's best"
     model = {"part": "models", "rest": "as served", "threads": 2}
     rows = [
@@ -76,7 +74,7 @@ answer({"add": lambda a, b: a + b, "cpus": lambda: sorted(os.sched_getaffinity(0
 """
 
 
-def test_a_side_is_a_process_with_its_processors(tmp_path: Path) -> None:
+def test_a_side_is_a_process_with_its_processors(tmp_path):
     (tmp_path / "side.py").write_text(SIDE)
     cpu = max(os.sched_getaffinity(0))
     environ = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
@@ -90,7 +88,7 @@ def test_a_side_is_a_process_with_its_processors(tmp_path: Path) -> None:
         assert worker.call("add", a=1, b=1) == 2  # started again
 
 
-def test_the_llama_side_imports_nothing_of_moepack() -> None:
+def test_the_llama_side_imports_nothing_of_moepack():
     """Its environment has neither torch nor moepack."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['moepack'] = None\n"
@@ -102,22 +100,22 @@ def test_the_llama_side_imports_nothing_of_moepack() -> None:
     assert json.loads(python("-c", code, cwd=ROOT)) == [0x3F80, 0x3F80, 0x3F82, 0xC020]
 
 
-def test_a_side_that_dies_in_a_whole_model_is_a_row() -> None:
+def test_a_side_that_dies_in_a_whole_model_is_a_row():
     """At its second turn: its row says why, and the other side's has rates and nothing to compare with."""
     from benchmarks.peers.whole import MATCHES, PROMPT, measure
 
     class Side:
-        def __init__(self, turns: int) -> None:
+        def __init__(self, turns):
             self.turns = turns
 
-        def call(self, what: str, **asked: object) -> dict[str, object]:
+        def call(self, what, **asked):
             self.turns -= what == "run_model"
             if self.turns < 0:
                 raise PeerError("its process ended with status -4")
             return {"prefill": 0.5, "decode": [0.1, 0.1]}
 
     sides = {"moepack": Side(99), "llama.cpp": Side(2)}  # its two layouts have a turn each
-    rows = measure(sides, SHAPES["tiny"], replace(MATCHES[0], dense=("w4",)), 2, 0.0, 1)  # type: ignore[arg-type]
+    rows = measure(sides, SHAPES["tiny"], replace(MATCHES[0], dense=("w4",)), 2, 0.0, 1)
     *dead, ours = sorted(rows, key=lambda row: row["side"])
     assert [row["side"] for row in dead] == ["llama.cpp Q4_K_M plain", "llama.cpp Q4_K_M repacked"]
     assert {row["not measured"] for row in dead} == {"its process ended with status -4"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from gguf_reading import Reading
 from hostile_edits import Victim
 from safetensors.torch import load_file, save, save_file
 from support import ROOT, RTN, edit_tensors
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moepack
@@ -44,20 +42,18 @@ HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 ATTENTION, EXPERTS = "model.layers.1.self_attn", "model.layers.1.mlp.experts"
 QUERY = f"{ATTENTION}.q_proj.weight"
 ROTARY, MASK, SCALE = (why for why, *_ in RULES)
-Tensors = dict[str, Tensor]
-Change = Callable[[Tensors], object]
 
 
-def expert(number: int, matrix: str = "down") -> str:
+def expert(number, matrix="down"):
     return f"{EXPERTS}.{number}.{matrix}_proj.weight"
 
 
-def planted(model: Path, path: Path, change: Change, config: Mapping[str, object] = {}) -> Path:
+def planted(model, path, change, config=None):
     """A copy of a checkpoint with its tensors and its configuration changed."""
     shutil.copytree(model, path)
     edit_tensors(path, change)
     document = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**document, **config}))
+    (path / "config.json").write_text(json.dumps({**document, **(config or {})}))
     return path
 
 
@@ -68,14 +64,14 @@ class Fate(NamedTuple):
     why: str  # the parameter, or the reason
 
 
-def account(path: Path) -> dict[str, Fate]:
+def account(path):
     """The fate of every tensor of the files, scales of activations beside an encoded weight by themselves."""
     stream = StreamedModel(open_checkpoint(path))
     ledger, checkpoint = stream.ledger, stream.checkpoint
     by_weight = {key: Fate("stored", target) for target, keys in ledger.targets.items() for key in keys}
     by_weight |= {key: Fate("tied", target) for key, target in ledger.ties.items()}
     by_weight |= {key: Fate("left out", why) for key, why in ledger.left_out.items()}
-    fates: dict[str, Fate] = {}
+    fates = {}
     for weight, fate in by_weight.items():
         encoded = checkpoint.encoded.get(weight)
         fates |= dict.fromkeys((weight,) if encoded is None else encoded.names, fate)
@@ -86,38 +82,38 @@ def account(path: Path) -> dict[str, Fate]:
     return fates
 
 
-def more(**tensors: Tensor) -> Change:
+def more(**tensors):
     return lambda t: t.update({name.replace("__", "."): tensor for name, tensor in tensors.items()})
 
 
-def cast(name: str, dtype: torch.dtype) -> Change:
+def cast(name, dtype):
     return lambda t: t.update({name: t[name].to(dtype)})
 
 
-def stacked(tensors: Tensors) -> None:
+def stacked(tensors):
     tensors[f"{EXPERTS}.down_proj"] = torch.stack([tensors[expert(e)] for e in range(16)])
 
 
-def an_expert_more(tensors: Tensors) -> None:
+def an_expert_more(tensors):
     tensors |= {expert(16, matrix): tensors[expert(0, matrix)].clone() for matrix in ("gate", "up", "down")}
 
 
-def another_number(tensors: Tensors) -> None:
+def another_number(tensors):
     """Expert 3 becomes expert 16: there are as many as before."""
     for matrix in ("gate", "up", "down"):
         tensors[expert(16, matrix)] = tensors.pop(expert(3, matrix))
 
 
-def a_layer_more(tensors: Tensors, *beside: str) -> None:
+def a_layer_more(tensors, *beside):
     last = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in tensors.items() if "layers.1." in n}
     tensors |= last | {f"model.layers.2.{name}": torch.ones(1) for name in beside}
 
 
-def numbered(digits: int, tensors: Tensors) -> None:
+def numbered(digits, tensors):
     tensors[expert(9).replace(".9.", f".{'9' * digits}.")] = tensors.pop(expert(9))
 
 
-def in_two_files(tensors: Tensors, path: Path, places: dict[str, int], also: str = "") -> None:
+def in_two_files(tensors, path, places, also=""):
     """Write tensors into two files by an index; by default into the first. `also` is in both."""
     (path / "model.safetensors").unlink()
     names = [f"model-{i}.safetensors" for i in (1, 2)]
@@ -129,7 +125,7 @@ def in_two_files(tensors: Tensors, path: Path, places: dict[str, int], also: str
 
 
 FP8, UNTIED = torch.float8_e4m3fn, {"tie_word_embeddings": False}
-REFUSED: dict[str, tuple[Change, str]] = {
+REFUSED = {
     "a tensor of no rule": (more(odd=torch.ones(1)), "odd has no place in the model"),
     "an adapter's": (more(model__layers__0__mlp__gate__lora_A__weight=torch.ones(4, 64)), r"lora_A\.weight has no"),
     "an optimizer's": (more(exp_avg__model__norm__weight=torch.ones(64)), "exp_avg.* has no place"),
@@ -160,7 +156,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_by_name(case: str, short_model: Path, tmp_path: Path) -> None:
+def test_refused_by_name(case, short_model, tmp_path):
     """From headers alone: no part is loaded."""
     change, words = REFUSED[case]
     path = planted(short_model, tmp_path / "planted", change)
@@ -169,13 +165,13 @@ def test_refused_by_name(case: str, short_model: Path, tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_a_head_that_is_not_tied_and_not_there(short_model: Path, tmp_path: Path) -> None:
+def test_a_head_that_is_not_tied_and_not_there(short_model, tmp_path):
     path = planted(short_model, tmp_path / "planted", lambda t: None, UNTIED)
     with pytest.raises(InputError, match=f"nothing for {HEAD}"):
         StreamedModel(open_checkpoint(path))
 
 
-def test_a_layer_of_another_kind_is_no_layer_for_multi_token_prediction(demo_model: Path, tmp_path: Path) -> None:
+def test_a_layer_of_another_kind_is_no_layer_for_multi_token_prediction(demo_model, tmp_path):
     """Qwen3-Next's fourth layer has tensors that the first three lack; DeepSeek-V3's config announces an MTP layer."""
     three = {"num_hidden_layers": 3, "layer_types": ["linear_attention"] * 3}
     for family, config in (("qwen3_next", three), ("deepseek_v3", {"num_hidden_layers": 2})):
@@ -185,7 +181,7 @@ def test_a_layer_of_another_kind_is_no_layer_for_multi_token_prediction(demo_mod
             StreamedModel(open_checkpoint(path))
 
 
-def test_a_decoder_layer_whose_number_a_class_ignores(demo_model: Path, tmp_path: Path) -> None:
+def test_a_decoder_layer_whose_number_a_class_ignores(demo_model, tmp_path):
     """GLM-4.5's class ignores `model.layers.46.*`, MTP in one released model and a decoder layer in another."""
     path = tmp_path / "checkpoint"
     families.save(families.small("glm4_moe"), path, demo_model)
@@ -199,7 +195,7 @@ def test_a_decoder_layer_whose_number_a_class_ignores(demo_model: Path, tmp_path
     assert account(path)[lost] == account(path)[beside] == Fate("left out", MTP)
 
 
-def test_what_lies_in_two_places(short_model: Path, tmp_path: Path) -> None:
+def test_what_lies_in_two_places(short_model, tmp_path):
     """A tensor in two files, or not where the index says; two checkpoints, or an adapter, in one directory."""
     whole = load_file(short_model / "model.safetensors")
     first = Path(shutil.copytree(short_model, tmp_path / "two"))
@@ -238,10 +234,10 @@ LEFT_OUT = {
 }
 
 
-def test_left_out_by_a_rule_that_says_why(short_model: Path, tmp_path: Path) -> None:
+def test_left_out_by_a_rule_that_says_why(short_model, tmp_path):
     """And every other tensor by the parameter that it becomes a part of."""
 
-    def change(tensors: Tensors) -> None:
+    def change(tensors):
         a_layer_more(tensors)
         tensors |= {name: torch.zeros(1) for name in LEFT_OUT}
         tensors |= {f"{ATTENTION}.bias": torch.ones(1, 1, 8, 8).tril(), f"{ATTENTION}.masked_bias": torch.tensor(-1e9)}
@@ -254,7 +250,7 @@ def test_left_out_by_a_rule_that_says_why(short_model: Path, tmp_path: Path) -> 
     assert fates[QUERY] == Fate("stored", QUERY)
 
 
-def test_names_of_other_families(demo_model: Path, tmp_path: Path) -> None:
+def test_names_of_other_families(demo_model, tmp_path):
     """Renamed, by transformers' conversions; a text model's tower, which its class ignores; another tower."""
     saved = tiny_models.save_tiny("mixtral", tmp_path / "mixtral", demo_model)
     first = "model.layers.0.block_sparse_moe"
@@ -271,7 +267,7 @@ def test_names_of_other_families(demo_model: Path, tmp_path: Path) -> None:
         account(path)
 
 
-def test_the_wider_dtype_of_what_makes_a_parameter_is_kept(demo_model: Path, tmp_path: Path) -> None:
+def test_the_wider_dtype_of_what_makes_a_parameter_is_kept(demo_model, tmp_path):
     """Kimi-K2.5's tower has one tensor for q, k and v: in FP32, all three are read in FP32, not the first alone."""
     path = tmp_path / "checkpoint"
     families.save(families.small("kimi_k25"), path, demo_model)
@@ -284,8 +280,8 @@ def test_the_wider_dtype_of_what_makes_a_parameter_is_kept(demo_model: Path, tmp
 
 
 @pytest.mark.parametrize("there", [(HEAD,), (HEAD, TABLE), (TABLE,)], ids=str)
-def test_a_tied_head_is_read_wherever_it_is(there: tuple[str, ...], short_model: Path, tmp_path: Path) -> None:
-    def change(tensors: Tensors) -> None:
+def test_a_tied_head_is_read_wherever_it_is(there, short_model, tmp_path):
+    def change(tensors):
         table = tensors.pop(TABLE)
         tensors |= {name: table.clone() for name in there}
 
@@ -297,7 +293,7 @@ def test_a_tied_head_is_read_wherever_it_is(there: tuple[str, ...], short_model:
     assert len(there) < 2 or fates[HEAD] == Fate("tied", HEAD)
 
 
-def test_without_the_files_config_json_is_believed(short_model: Path, tmp_path: Path) -> None:
+def test_without_the_files_config_json_is_believed(short_model, tmp_path):
     """A dry run by headers on the Hub, and an export: there is nothing to compare the head with."""
     path = planted(short_model, tmp_path / "planted", lambda t: t.update({HEAD: t[TABLE] + 1}))
     headers = open_checkpoint(path).headers
@@ -306,7 +302,7 @@ def test_without_the_files_config_json_is_believed(short_model: Path, tmp_path: 
     assert not StreamedModel(known).untied
 
 
-def test_ties_that_a_part_of_a_configuration_says(demo_model: Path, tmp_path: Path) -> None:
+def test_ties_that_a_part_of_a_configuration_says(demo_model, tmp_path):
     """The whole model's entry counts, its text's does not; a head of its own unties all levels of the bundle's."""
     path = tmp_path / "checkpoint"
     model = families.save(families.small("qwen3_vl_moe"), path, demo_model)
@@ -325,10 +321,10 @@ def test_ties_that_a_part_of_a_configuration_says(demo_model: Path, tmp_path: Pa
         assert HEAD in stream.names(None) and not stream.checkpoint.config.tie_word_embeddings
 
 
-def test_another_head_than_the_tied_one_is_served(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_another_head_than_the_tied_one_is_served(short_model, text, tmp_path):
     """As by transformers: logits, dense versions of the head, `verify`; a bundle that says it is tied is found."""
 
-    def change(tensors: Tensors) -> None:
+    def change(tensors):
         tensors[HEAD] = tensors[TABLE].flip(0).contiguous()
 
     path = planted(short_model, tmp_path / "planted", change)
@@ -345,7 +341,7 @@ def test_another_head_than_the_tied_one_is_served(short_model: Path, text: Path,
     assert any(HEAD in problem.message for problem in found), found
 
 
-def test_exports_have_a_head_of_its_own(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_exports_have_a_head_of_its_own(demo_model, text, tmp_path):
     """Every target writes the checkpoint's, and a config.json that does not tie it; the released form, every tensor."""
     wide = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32, "tie_word_embeddings": True}
     whole = tiny_models.save_tiny("qwen3_moe", tmp_path / "plain", demo_model, **wide)
@@ -365,14 +361,12 @@ def test_exports_have_a_head_of_its_own(demo_model: Path, text: Path, tmp_path: 
     assert torch.equal(torch.from_numpy(made.tensor("output.weight")), head.float())
 
 
-def test_a_copy_of_the_table_in_another_file(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_of_the_table_in_another_file(short_model, text, tmp_path, monkeypatch):
     """A build reads it once, and the table. An export must not look for the checkpoint's files in the bundle."""
-    read: list[int] = []
+    read = []
     plain = checkpoint._Stored.read
 
-    def counted(self: checkpoint._Stored) -> object:
+    def counted(self):
         read.append(self.end - self.begin)
         return plain(self)
 
@@ -386,9 +380,7 @@ def test_a_copy_of_the_table_in_another_file(
     assert torch.equal(load_file(tmp_path / "again" / "model-2.safetensors")[HEAD], whole[TABLE])
 
 
-def test_a_bundle_that_lacks_a_tensor_is_not_filled_with_random_numbers(
-    bundle: Path, demo_model: Path, tmp_path: Path
-) -> None:
+def test_a_bundle_that_lacks_a_tensor_is_not_filled_with_random_numbers(bundle, demo_model, tmp_path):
     """transformers would only warn: of a tensor that is not there, and of a head that config.json no longer ties."""
     victim = Victim(bundle, tmp_path)
     kept = load_file(bundle / "model.safetensors")
@@ -407,7 +399,7 @@ def test_a_bundle_that_lacks_a_tensor_is_not_filled_with_random_numbers(
     assert "rope_parameters.rope_theta is 10000.0, the checkpoint's None" in found  # a setting of that whole name
 
 
-def test_what_a_bundle_has_more_than_its_checkpoint_is_found(bundle: Path, demo_model: Path, tmp_path: Path) -> None:
+def test_what_a_bundle_has_more_than_its_checkpoint_is_found(bundle, demo_model, tmp_path):
     """A head beside config.json's tie is served, and other files than tensors make what a model reads and says."""
     victim = Victim(bundle, tmp_path)
     more = load_file(bundle / "model.safetensors")
@@ -420,7 +412,7 @@ def test_what_a_bundle_has_more_than_its_checkpoint_is_found(bundle: Path, demo_
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2"])
-def test_biases_of_a_router_stay_in_float32(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_biases_of_a_router_stay_in_float32(family, demo_model, text, tmp_path):
     """`e_score_correction_bias` is a buffer in FP32: with the bits of BF16 other experts are chosen.
 
     MiniMax-M2's class does not say so to transformers, DeepSeek-V3's does.

@@ -1,34 +1,29 @@
 """Calibration: the pass is the model's own forward, statistics count what they say, text becomes windows."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from moepack.calibrate.checkpoint import open_checkpoint
-from moepack.calibrate.experts import ExpertWeights, finish, hidden
+from moepack.calibrate.experts import finish, hidden
 from moepack.calibrate.forward import CalibrationPass, Observation
 from moepack.calibrate.gather import LayerTokens, expert_tokens, gather_batch
 from moepack.calibrate.statistics import routing_statistics
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.spec import Version
 from moepack.quantize import crossfit, expert_batch
-from moepack.quantize.expert_batch import ExpertVersion, Settings, batch_moments, expert_batches, quantise_batch
+from moepack.quantize.expert_batch import Settings, batch_moments, expert_batches, quantise_batch
 from moepack.quantize.grid import Quantised, dequantise
 from moepack.quantize.losses import loss
 from moepack.quantize.methods import quantise_all
 
 
 @pytest.fixture(scope="module")
-def stream(demo_model: Path) -> StreamedModel:
+def stream(demo_model):
     return StreamedModel(open_checkpoint(demo_model))
 
 
-def test_pass_is_the_models_own_forward(demo_model: Path, stream: StreamedModel) -> None:
+def test_pass_is_the_models_own_forward(demo_model, stream):
     """Layer by layer gives the same hidden states, to the bit, and the routers' own choices."""
     ids = torch.randint(1, 4000, (5, 64), generator=torch.Generator().manual_seed(0))
     walk = CalibrationPass(stream, ids, batch_size=2, dtype=torch.float32)  # 2 + 2 + 1: two batch sizes
@@ -56,16 +51,14 @@ def test_pass_is_the_models_own_forward(demo_model: Path, stream: StreamedModel)
         assert torch.allclose(observation.gates.sum(1), torch.ones(320))
 
 
-def make_observation(
-    tokens: int = 64, length: int = 16, experts: int = 8, top_k: int = 2, hidden: int = 16
-) -> Observation:
+def make_observation(tokens=64, length=16, experts=8, top_k=2, hidden=16):
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(experts, generator=g)[:top_k] for _ in range(tokens)]).to(torch.int32)
     gates = torch.rand(tokens, top_k, generator=g)
     return Observation(torch.randn(tokens, hidden, generator=g), chosen, gates, length)
 
 
-def test_statistics_count_what_they_say() -> None:
+def test_statistics_count_what_they_say():
     o = make_observation()
     s = routing_statistics(o, 8)
     for e in range(8):
@@ -87,9 +80,7 @@ def test_statistics_count_what_they_say() -> None:
 # --- losses
 
 
-def quantised(
-    stream: StreamedModel, layer: int, experts: ExpertWeights, observation: Observation, settings: Settings
-) -> list[list[ExpertVersion]]:
+def quantised(stream, layer, experts, observation, settings):
     """All of a layer's experts in order, a batch at a time."""
     module, cpu, rows = stream.experts_module(layer), torch.device("cpu"), []
     for part in expert_batches(experts.layer, settings):
@@ -98,7 +89,7 @@ def quantised(
     return rows
 
 
-def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
+def test_losses_are_of_the_experts_output(stream):
     """Computed again here from the dequantised matrices, on an expert's own tokens and on others of the layer."""
     experts = stream.experts(2, range(16))
     g = torch.Generator().manual_seed(0)
@@ -114,7 +105,7 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     around = held if len(held) <= 256 else held[torch.linspace(0, len(held) - 1, 256).long()]
     around = around[~torch.isin(around, token)]
 
-    def output(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    def output(x, gate_up, down):
         gate, up = (x @ gate_up.T).chunk(2, -1)
         return (torch.nn.functional.silu(gate) * up) @ down.T
 
@@ -131,12 +122,12 @@ def test_losses_are_of_the_experts_output(stream: StreamedModel) -> None:
     assert nobody.own.groups == 0 and nobody.others.loss.relative > 0
 
 
-def output(module: Any, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+def output(module, x, weights):
     return finish(module, hidden(module, x, weights[0], None), weights[1], None)
 
 
 @pytest.mark.parametrize("bits", [4, 3, 2, 1])
-def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedModel, bits: int) -> None:
+def test_experts_with_few_tokens_are_no_worse_than_rounding(stream, bits):
     """With 0, 3, 32, 128 or 512 tokens, on unseen tokens (2 % tolerance)."""
     experts = stream.experts(3, range(16))
     g = torch.Generator().manual_seed(0)
@@ -159,7 +150,7 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream: StreamedMode
         assert error["gptq"] <= 1.02 * error["rtn"], (expert, error)
 
 
-def test_what_moments_are_made_of(stream: StreamedModel) -> None:
+def test_what_moments_are_made_of(stream):
     """Routed tokens: against sums written out."""
     experts = stream.experts(1, range(16))
     g = torch.Generator().manual_seed(0)
@@ -175,14 +166,10 @@ def test_what_moments_are_made_of(stream: StreamedModel) -> None:
     assert torch.allclose(made.double(), routed.T @ routed / len(routed), atol=1e-4)
 
 
-def test_starved_experts_take_a_fallback_that_does_better(
-    stream: StreamedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starved_experts_take_a_fallback_that_does_better(stream, monkeypatch):
     """With a method that ruins everything, starved experts take another; the rest are left with it."""
 
-    def ruin(
-        method: str, weight: torch.Tensor, moments: object, versions: list[Version], zeros: str, matrix: int
-    ) -> dict[Version, Quantised]:
+    def ruin(method, weight, moments, versions, zeros, matrix):
         good = quantise_all("rtn", weight, None, versions)
         return {v: Quantised(q.codes, -q.scale, q.zero) for v, q in good.items()}
 
@@ -198,7 +185,7 @@ def test_starved_experts_take_a_fallback_that_does_better(
     assert {r[0].method for r in rows[1:]} == {"gptq"} and min(r[0].own.loss.relative for r in rows[1:]) > 1
 
 
-def test_tokens_that_are_compared_were_not_learnt_from() -> None:
+def test_tokens_that_are_compared_were_not_learnt_from():
     o = make_observation()
     layer = LayerTokens.of(o)
     assert len(layer.compare) and not set(layer.learn.tolist()) & set(layer.compare.tolist())

@@ -1,12 +1,8 @@
 """Checkpoints stored as block FP8 and MXFP4: decoded as their authors do, and what "lossless" then means."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -37,25 +33,25 @@ SCALES = "_scale_inv"
 # transformers takes seconds to import these modules, which no process should spend that only collects tests.
 
 
-def loaded(path: Path) -> Any:
+def loaded(path):
     """The model at `path`, by transformers alone."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-def by_transformers(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def by_transformers(blocks, scales):
     """MXFP4 weights as transformers decodes them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     return convert_moe_packed_tensors(blocks, scales)
 
 
-def block_ranges(size: int, block: int) -> list[slice]:
+def block_ranges(size, block):
     return [slice(i, min(i + block, size)) for i in range(0, size, block)]
 
 
-def to_fp8(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def to_fp8(weight, block):
     """Codes, scales, and the value they stand for, block by block."""
     rows, cols = block_ranges(weight.shape[0], block), block_ranges(weight.shape[1], block)
     codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
@@ -70,7 +66,7 @@ def to_fp8(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor
     return codes, scales, value
 
 
-def rewrite(path: Path, tensors: dict[str, torch.Tensor], quantization: object) -> None:
+def rewrite(path, tensors, quantization):
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
     if quantization is not None:
@@ -78,12 +74,7 @@ def rewrite(path: Path, tensors: dict[str, torch.Tensor], quantization: object) 
     (path / "config.json").write_text(json.dumps(config))
 
 
-Coded = tuple[dict[str, torch.Tensor], torch.Tensor]  # what is stored of a tensor, and its value
-
-
-def both(
-    path: Path, tokenizer: Path, family: str, quantization: dict, encode: Callable[[str, torch.Tensor], Coded]
-) -> tuple[Path, Path]:
+def both(path, tokenizer, family, quantization, encode):
     """A checkpoint with encoded tensors, and the same model in BF16."""
     coded, plain = (tiny_models.save_tiny(family, path / name, tokenizer) for name in ("coded", "bf16"))
     stored, values = {}, {}
@@ -95,10 +86,10 @@ def both(
     return coded, plain
 
 
-def fp8_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
+def fp8_checkpoint(path, tokenizer):
     """A DeepSeek-V3 in block FP8, dense projections and all, and the same model in BF16."""
 
-    def encode(name: str, tensor: torch.Tensor) -> Coded:
+    def encode(name, tensor):
         if not (name.endswith("_proj.weight") or ("_proj" in name and "self_attn" in name and tensor.ndim == 2)):
             return {name: tensor}, tensor
         codes, scales, value = to_fp8(tensor, BLOCK)
@@ -108,11 +99,11 @@ def fp8_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
     return both(path, tokenizer, "deepseek_v3", scheme, encode)
 
 
-def mxfp4_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
+def mxfp4_checkpoint(path, tokenizer):
     """A gpt-oss with its experts in MXFP4, and the same model in BF16, decoded by transformers."""
     rng = torch.Generator().manual_seed(0)
 
-    def encode(name: str, tensor: torch.Tensor) -> Coded:
+    def encode(name, tensor):
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             return {name: tensor}, tensor
         experts, cols, rows = tensor.shape
@@ -130,10 +121,8 @@ def mxfp4_checkpoint(path: Path, tokenizer: Path) -> tuple[Path, Path]:
     ("make", "dtype", "said"),
     [(fp8_checkpoint, "F8_E4M3", "rounded to BF16"), (mxfp4_checkpoint, "MXFP4", "BF16 holds exactly")],
 )
-def test_a_bundle_of_it_is_the_decoded_model(
-    make: object, dtype: str, said: str, demo_model: Path, text: Path, tmp_path: Path
-) -> None:
-    coded, plain = make(tmp_path, demo_model)  # type: ignore[operator]
+def test_a_bundle_of_it_is_the_decoded_model(make, dtype, said, demo_model, text, tmp_path):
+    coded, plain = make(tmp_path, demo_model)
     notes = Notes()
     build(coded, tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text], reporter=notes)
     assert verify(tmp_path / "bundle", coded) == []
@@ -152,7 +141,7 @@ def test_a_bundle_of_it_is_the_decoded_model(
 
 
 @pytest.mark.numeric
-def test_gpt_oss_code_for_code(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_gpt_oss_code_for_code(demo_model, text, tmp_path):
     """Biases, transposed and interleaved matrices: transformers' logits, and the checkpoint's bytes from the bundle."""
     coded, plain = mxfp4_checkpoint(tmp_path, demo_model)
     build(coded, tmp_path / "b", parse_recipe(RECIPE.replace("bf16, w4", "native, w2"), "test"), [text])
@@ -169,16 +158,16 @@ def test_gpt_oss_code_for_code(demo_model: Path, text: Path, tmp_path: Path) -> 
     assert before.keys() == after.keys() and all(same(after[name], tensor) for name, tensor in before.items())
 
 
-def fp8(codes: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def fp8(codes, scales, block):
     tensors = {"w.weight": codes, "w.weight_scale_inv": scales}
     return decoded({"quant_method": "fp8", "weight_block_size": list(block)}, tensors)["w.weight"]
 
 
-def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def mxfp4(blocks, scales):
     return decoded({"quant_method": "mxfp4"}, {"w_blocks": blocks, "w_scales": scales})["w"]
 
 
-def test_fp8_agrees_with_transformers() -> None:
+def test_fp8_agrees_with_transformers():
     """Where every block is whole, which is what transformers can decode; batched as fused experts are."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -191,7 +180,7 @@ def test_fp8_agrees_with_transformers() -> None:
         assert torch.equal(got[e].view(torch.int16), want.view(torch.int16))
 
 
-def test_mxfp4_agrees_with_transformers() -> None:
+def test_mxfp4_agrees_with_transformers():
     """All codes at all exponents from BF16's least normal numbers to the largest scale that is read."""
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 1, 16).repeat(4, 1, 7, 1)
     rng = torch.Generator().manual_seed(0)
@@ -203,15 +192,15 @@ def test_mxfp4_agrees_with_transformers() -> None:
 
 
 @pytest.mark.parametrize("quantization", [{"quant_method": "hqq", "bits": 4}, {"bits": 4}, "strange"], ids=str)
-def test_other_methods_are_refused(quantization: object, demo_model: Path, tmp_path: Path) -> None:
+def test_other_methods_are_refused(quantization, demo_model, tmp_path):
     checkpoint = Path(shutil.copytree(demo_model, tmp_path / "checkpoint"))
-    rewrite(checkpoint, load_file(checkpoint / "model.safetensors"), quantization)  # type: ignore[arg-type]
+    rewrite(checkpoint, load_file(checkpoint / "model.safetensors"), quantization)
     with pytest.raises(InputError, match="is already quantised") as error:
         open_checkpoint(checkpoint)
     assert "\n" not in str(error.value) and "moepack reads fp8, " in str(error.value)
 
 
-def test_layers_for_multi_token_prediction_are_decoded(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_layers_for_multi_token_prediction_are_decoded(demo_model, text, tmp_path):
     """DeepSeek-V3 stores them in FP8 as well: kept, they are what the same model in BF16 has, and no scale is left."""
     coded, plain = fp8_checkpoint(tmp_path, demo_model)
     last = json.loads((coded / "config.json").read_text())["num_hidden_layers"]

@@ -1,10 +1,7 @@
 """Numbers that are not finite: in every kind of tensor that a build reads, in activations, moments and losses."""
 
-from __future__ import annotations
-
 import math
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +23,7 @@ IDS = torch.arange(4 * 8).view(4, 8) + 1
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e5m2))
-def test_the_first_number_that_is_not_finite_is_found(dtype: torch.dtype) -> None:
+def test_the_first_number_that_is_not_finite_is_found(dtype):
     """Planted anywhere, of either sign; the largest number is one."""
     largest = torch.finfo(dtype).max
     for at in ((0, 0), (3, 17), (6, 32)):
@@ -43,7 +40,7 @@ def test_the_first_number_that_is_not_finite_is_found(dtype: torch.dtype) -> Non
 
 # What is planted, where: the family, the tensor, the index, the value, and what the error says.
 EXPERT, LAST = "mlp.experts", "model.layers.1."
-PLANTED: dict[str, tuple[str, str, tuple[int, ...], float, str]] = {
+PLANTED = {
     "an expert's NaN": ("qwen3_moe", f"{LAST}{EXPERT}.5.down_proj.weight", (3, 7), NAN, "[3, 7] is nan"),
     "an expert's infinity": ("qwen3_moe", f"{LAST}{EXPERT}.0.up_proj.weight", (0, 0), -INF, "[0, 0] is -inf"),
     "stacked experts": ("gpt_oss", f"{LAST}{EXPERT}.down_proj", (2, 9, 1), INF, "[2, 9, 1] (expert 2) is inf"),
@@ -58,9 +55,7 @@ PLANTED: dict[str, tuple[str, str, tuple[int, ...], float, str]] = {
 }
 
 
-def planted(
-    folder: Path, family: str, name: str, at: tuple[int, ...], value: float, dtype: torch.dtype = torch.bfloat16
-) -> StreamedModel:
+def planted(folder, family, name, at, value, dtype=torch.bfloat16):
     path = save_tiny(family, folder / "checkpoint", dtype=dtype)
     tensors = load_file(path / FILE)
     tensors[name][at] = value
@@ -68,12 +63,12 @@ def planted(
     return StreamedModel(open_checkpoint(path))
 
 
-def part_of(stream: StreamedModel, name: str) -> int | None:
+def part_of(stream, name):
     return stream.layer_of(name)
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-def test_a_tensor_is_refused_by_name_as_it_is_read(kind: str, tmp_path: Path) -> None:
+def test_a_tensor_is_refused_by_name_as_it_is_read(kind, tmp_path):
     """A bundle was made of NaN without a word; a later layer, or a calibration text, was blamed."""
     family, name, at, value, said = PLANTED[kind]
     stream = planted(tmp_path, family, name, at, value)
@@ -95,7 +90,7 @@ def test_a_tensor_is_refused_by_name_as_it_is_read(kind: str, tmp_path: Path) ->
     stream.load(0)  # nothing is wrong there
 
 
-def test_a_buffer_may_mask_and_float32_may_be_beyond_bf16_where_it_stays(tmp_path: Path) -> None:
+def test_a_buffer_may_mask_and_float32_may_be_beyond_bf16_where_it_stays(tmp_path):
     """Infinity in a buffer masks or bounds. What is served in BF16 must not be rounded to infinity."""
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"
     assert planted(tmp_path / "a", "deepseek_v3", bias, (4,), -INF).load(2)[bias][4] == -INF
@@ -108,9 +103,7 @@ def test_a_buffer_may_mask_and_float32_may_be_beyond_bf16_where_it_stays(tmp_pat
     ("dtype", "value", "remedy"),
     ((torch.float16, 6e4, "FP16 ends at 65,504"), (torch.bfloat16, 3e38, "{dtype: float32}")),
 )
-def test_activations_that_overflow_are_refused_by_layer(
-    dtype: torch.dtype, value: float, remedy: str, tmp_path: Path
-) -> None:
+def test_activations_that_overflow_are_refused_by_layer(dtype, value, remedy, tmp_path):
     """Weights are finite, what they make is not: moments and losses of later layers would be of NaN."""
     name = "model.layers.1.self_attn.o_proj.weight"
     stream = planted(tmp_path, "qwen3_moe", name, (slice(None), slice(None)), value)
@@ -128,7 +121,7 @@ def test_activations_that_overflow_are_refused_by_layer(
     assert remedy in str(error.value)
 
 
-def test_moments_beyond_float32_are_refused_by_module() -> None:
+def test_moments_beyond_float32_are_refused_by_module():
     linear = torch.nn.Linear(4, 4, bias=False)
     watch = DenseWatch({"model.layers.3.q_proj": linear}, {}, 1, 8)
     with watch.watching(), torch.no_grad():
@@ -137,7 +130,7 @@ def test_moments_beyond_float32_are_refused_by_module() -> None:
         watch.moments()
 
 
-def test_a_loss_of_nan_is_not_none() -> None:
+def test_a_loss_of_nan_is_not_none():
     """It was counted as 0: the version that computes NaN was the best of all."""
     exact, gates, groups = torch.ones(4, 3), torch.ones(4), torch.arange(4)
     got = torch.full((4, 3), NAN)

@@ -1,7 +1,5 @@
 """A layer whose experts lie on disk computes what one in memory does, to the bit, and holds few of them in memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,16 +9,14 @@ import torch
 from moepack.calibrate import products, skeleton
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import parameter_names
-from moepack.calibrate.forward import CalibrationPass, Observation
+from moepack.calibrate.forward import CalibrationPass
 from moepack.calibrate.held import empty, is_mapped
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
 from moepack.shared.memory import peak_memory, resident_memory
 
 
-def walked(
-    path: Path, dtype: torch.dtype, experts_in: Path | None, windows: int = 3
-) -> tuple[list[torch.Tensor], list[Observation | None], list[torch.Tensor]]:
+def walked(path, dtype, experts_in, windows=3):
     """Run all layers: the last one's output, the experts' inputs, and the first layer's own weights."""
     model = StreamedModel(open_checkpoint(path))
     model.experts_in = experts_in
@@ -49,9 +45,7 @@ def walked(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])  # biases, transposed and interleaved; one tensor an expert
-def test_the_same_bits(
-    family: str, dtype: torch.dtype, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_same_bits(family, dtype, demo_model, tmp_path, monkeypatch):
     path = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
     hidden, seen, weights = walked(path, dtype, None)
     monkeypatch.setattr(skeleton, "AT_ONCE", 1)  # an expert at a time
@@ -65,9 +59,7 @@ def test_the_same_bits(
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"], "the files have no names"
 
 
-def test_a_layer_that_is_only_read_whole_is_refused(
-    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_is_only_read_whole_is_refused(demo_model, tmp_path, monkeypatch):
     monkeypatch.setattr(skeleton, "AT_ONCE", 1)
     model = StreamedModel(open_checkpoint(demo_model))
     monkeypatch.setattr(model, "_read_experts", lambda layer, some: None)
@@ -80,11 +72,9 @@ def test_a_layer_that_is_only_read_whole_is_refused(
 
 @pytest.mark.parametrize("counts", [(3, 0, 200, 1), (0, 0, 0, 0), (0, 5, 0, 0)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_product_is_torch_s(
-    counts: tuple[int, ...], dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_is_torch_s(counts, dtype, tmp_path, monkeypatch):
     """Any experts, transposed or not; the pages of each are released."""
-    released: list[int] = []
+    released = []
     monkeypatch.setattr(products, "release", lambda tensor: released.append(1))
     g = torch.Generator().manual_seed(0)
     weight = empty((4, 24, 64), dtype, tmp_path)
@@ -101,7 +91,7 @@ def test_a_product_is_torch_s(
         assert len(released) == sum(n > 0 for n in counts), "a tensor in memory is torch's"
 
 
-def test_few_experts_are_in_memory(demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_experts_are_in_memory(demo_model, tmp_path, monkeypatch):
     """Of 192 MiB, one matrix of 8 at a time; without releasing them, all."""
     path = tiny_models.save_tiny(
         "mixtral", tmp_path / "checkpoint", demo_model, num_hidden_layers=1, hidden_size=512, intermediate_size=4096,

@@ -1,9 +1,5 @@
 """How far a layer's error reaches the logits: the pass against a run by hand, the table, and the allocation by it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +8,7 @@ from support import RTN
 from transformers import AutoModelForCausalLM
 
 from moepack.pack.errors import BundleError, InputError
-from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.reader import open_bundle
 from moepack.pack.safetensors_file import read_header
 from moepack.pack.tables import TABLES, read_tables
 from moepack.pipeline import build as pipeline
@@ -26,14 +22,14 @@ BITS = (3.2, 3.0, 3.4, 3.6, 4.0)
 
 
 @pytest.fixture(scope="module")
-def weighed(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, Path]:
+def weighed(short_model, text, tmp_path_factory):
     """A bundle whose allocation weighs losses by the logits, and its work directory."""
     folder = tmp_path_factory.mktemp("weighed")
     pipeline.build(short_model, folder / "bundle", parse_recipe(RECIPE, "r"), [text], work=folder / "work")
     return open_bundle(folder / "bundle"), folder / "work"
 
 
-def by_hand(checkpoint: Path, bundle: Bundle, version: str, layer: int, ids: torch.Tensor) -> float:
+def by_hand(checkpoint, bundle, version, layer, ids):
     """The divergence of a plain transformers model with one layer's experts replaced."""
     exact, other = (AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32) for _ in range(2))
     experts = other.model.layers[layer].mlp.experts
@@ -45,7 +41,7 @@ def by_hand(checkpoint: Path, bundle: Bundle, version: str, layer: int, ids: tor
     return float((want.exp() * (want - got)).sum(-1).mean())
 
 
-def test_the_table_is_what_a_run_by_hand_says(weighed: tuple[Bundle, Path], short_model: Path) -> None:
+def test_the_table_is_what_a_run_by_hand_says(weighed, short_model):
     bundle, work = weighed
     ids = load_file(work / "calibrate" / "rest" / PROBE)["ids"]
     assert ids.shape == (4, 64)
@@ -57,7 +53,7 @@ def test_the_table_is_what_a_run_by_hand_says(weighed: tuple[Bundle, Path], shor
         assert layer.logits[3] > layer.logits[2] > 4 * layer.logits[1] > 0
 
 
-def test_the_allocation_is_by_losses_as_far_as_they_reach(weighed: tuple[Bundle, Path]) -> None:
+def test_the_allocation_is_by_losses_as_far_as_they_reach(weighed):
     """Their sum is that of the losses by gates; a layer's share of it is its share of the divergence."""
     bundle, _ = weighed
     costs, tables = bundle_costs(bundle), bundle.calibration()
@@ -76,7 +72,7 @@ def test_the_allocation_is_by_losses_as_far_as_they_reach(weighed: tuple[Bundle,
     assert chosen.name == "greedy at 3.2 bits, losses weighted by logits"
 
 
-def test_a_table_in_some_layers_alone_is_refused(weighed: tuple[Bundle, Path], tmp_path: Path) -> None:
+def test_a_table_in_some_layers_alone_is_refused(weighed, tmp_path):
     bundle, _ = weighed
     tensors, columns = load_file(bundle.path / TABLES), read_header(bundle.path / TABLES).metadata
     last = f"layers.{bundle.layers[-1].index}.logits"
@@ -91,7 +87,7 @@ def test_a_table_in_some_layers_alone_is_refused(weighed: tuple[Bundle, Path], t
             read_tables(tmp_path / TABLES, bundle.layers)
 
 
-def test_what_cannot_be_weighed_is_refused(weighed: tuple[Bundle, Path], short_model: Path, text: Path) -> None:
+def test_what_cannot_be_weighed_is_refused(weighed, short_model, text):
     _, work = weighed
     with pytest.raises(InputError, match="logits takes a pass that memory does not count"):
         pipeline.build(short_model, work.parent / "b", parse_recipe(RECIPE, "r"), [text], memory=1 << 40)

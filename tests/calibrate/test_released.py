@@ -1,13 +1,8 @@
 """Released formats: read code for code and scale for scale, decoded, and written back byte for byte."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -15,18 +10,16 @@ import torch
 from released import decoded, found, round_trip, same
 from released_kinds import KINDS, weight
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
 
 MODULE = "m.experts.0.up_proj"
-Tensors = dict[str, Tensor]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_is_its_codes_and_scales(kind: str) -> None:
+def test_a_weight_is_its_codes_and_scales(kind):
     """Its value is that computed apart, its tensors are restored, and nothing of it is left unnamed."""
     own = KINDS[kind]
     tensors, value = weight(kind, 48, 128)
@@ -44,7 +37,7 @@ def test_a_weight_is_its_codes_and_scales(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_of_any_shape(kind: str) -> None:
+def test_a_weight_of_any_shape(kind):
     """One row, rows that end within a word or a block, one group, and where a format allows it less than one."""
     own = KINDS[kind]
     least = 8 if own.quantization["quant_method"] in ("fp8", "gptq", "awq") and own.version[:2] != "mx" else 32
@@ -54,7 +47,7 @@ def test_a_weight_of_any_shape(kind: str) -> None:
         assert same(decoded(own.quantization, tensors, **own.config)[f"{MODULE}.weight"], value), (rows, cols)
 
 
-def test_a_block_larger_than_the_matrix() -> None:
+def test_a_block_larger_than_the_matrix():
     tensors, value = weight("fp8 tensor", 20, 24)
     scale = tensors[f"{MODULE}.weight_scale_inv"].reshape(1, 1)
     tensors = {f"{MODULE}.weight": tensors[f"{MODULE}.weight"], f"{MODULE}.weight_scale_inv": scale}
@@ -63,7 +56,7 @@ def test_a_block_larger_than_the_matrix() -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), [("int4 zeros", "weight_zero_point"), ("gptq", "qzeros")])
-def test_bits_behind_the_last_zero_point_are_refused(kind: str, name: str) -> None:
+def test_bits_behind_the_last_zero_point_are_refused(kind, name):
     """They would be lost in an export: 20 rows take two and a half words."""
     tensors, _ = weight(kind, 20, 128)
     words = tensors[f"{MODULE}.{name}"].clone()
@@ -73,13 +66,13 @@ def test_bits_behind_the_last_zero_point_are_refused(kind: str, name: str) -> No
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(tmp_path_factory):
     path = tmp_path_factory.mktemp("plain")
     small = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
     return tiny_models.save_tiny("qwen3_moe", path, **small)
 
 
-def checkpoint(plain: Path, path: Path, kind: str, dense: bool = True) -> tuple[Tensors, Tensors]:
+def checkpoint(plain, path, kind, dense=True):
     """Save the model with its experts, and attention if `dense`, in a format; return what is stored and the values."""
     own, stored, values = KINDS[kind], {}, {}
     for seed, (name, tensor) in enumerate(load_file(plain / "model.safetensors").items()):
@@ -96,7 +89,7 @@ def checkpoint(plain: Path, path: Path, kind: str, dense: bool = True) -> tuple[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_is_read_and_written_back(kind: str, plain: Path, tmp_path: Path) -> None:
+def test_a_model_is_read_and_written_back(kind, plain, tmp_path):
     _, values = checkpoint(plain, tmp_path, kind, dense=kind != "deepseek mxfp4")
     stream = round_trip(tmp_path)
     assert not stream.unused  # no scale is taken for a tensor without a place
@@ -110,9 +103,9 @@ def test_a_model_is_read_and_written_back(kind: str, plain: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k.split()[0] not in ("gptq", "awq", "deepseek")])
-def test_experts_in_one_tensor_are_read_some_at_a_time(kind: str, tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_read_some_at_a_time(kind, tmp_path):
     tiny_models.save_tiny("granitemoe", tmp_path, num_local_experts=4, intermediate_size=64, num_hidden_layers=1)
-    own, stored = KINDS[kind], dict[str, Tensor]()
+    own, stored = KINDS[kind], {}
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         if tensor.ndim == 3:
             parts = [weight(kind, *tensor.shape[1:], name.removesuffix(".weight"), e)[0] for e in range(4)]
@@ -125,7 +118,7 @@ def test_experts_in_one_tensor_are_read_some_at_a_time(kind: str, tmp_path: Path
     assert round_trip(tmp_path).native.released
 
 
-def test_groups_of_modules_have_their_own_format(plain: Path, tmp_path: Path) -> None:
+def test_groups_of_modules_have_their_own_format(plain, tmp_path):
     """Experts in INT4 and attention in FP8, as Kimi's; the router, in `ignore`, stays as it is."""
     stored, _ = checkpoint(plain, tmp_path, "int4", dense=False)
     for seed, name in enumerate([n for n in stored if "self_attn" in n and n.endswith("_proj.weight")]):
@@ -151,7 +144,7 @@ def test_groups_of_modules_have_their_own_format(plain: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", [k for k, own in KINDS.items() if own.quantization["quant_method"][0] == "c"])
-def test_compressed_tensors_decodes_the_same(kind: str) -> None:
+def test_compressed_tensors_decodes_the_same(kind):
     """Except that it rounds products with FP16 scales to FP16 first."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -168,13 +161,10 @@ def test_compressed_tensors_decodes_the_same(kind: str) -> None:
         assert same(got.to(torch.bfloat16), value)
 
 
-Change = Callable[[Tensors, dict[str, Any]], object]
-
-
-def put(name: str, at: int, value: float) -> Change:
+def put(name, at, value):
     """Set the bits of an element, given as an integer, or its value."""
 
-    def change(tensors: Tensors, quantization: dict[str, Any]) -> None:
+    def change(tensors, quantization):
         flat = tensors[f"{MODULE}.{name}"].clone()
         tensors[f"{MODULE}.{name}"] = flat
         (flat.view(torch.uint8) if isinstance(value, int) else flat).view(-1)[at] = value
@@ -182,39 +172,39 @@ def put(name: str, at: int, value: float) -> Change:
     return change
 
 
-def drop(name: str) -> Change:
+def drop(name):
     return lambda tensors, quantization: tensors.pop(f"{MODULE}.{name}")
 
 
-def take(name: str, part: Any) -> Change:
+def take(name, part):
     """Keep some of the rows."""
 
-    def change(tensors: Tensors, quantization: dict[str, Any]) -> None:
+    def change(tensors, quantization):
         tensors[f"{MODULE}.{name}"] = tensors[f"{MODULE}.{name}"][part].contiguous()
 
     return change
 
 
-def cast(name: str, dtype: torch.dtype) -> Change:
-    def change(tensors: Tensors, quantization: dict[str, Any]) -> None:
+def cast(name, dtype):
+    def change(tensors, quantization):
         tensors[f"{MODULE}.{name}"] = tensors[f"{MODULE}.{name}"].to(dtype)
 
     return change
 
 
-def say(**more: Any) -> Change:
+def say(**more):
     return lambda tensors, quantization: quantization.update(more)
 
 
-def weights(**more: Any) -> Change:
+def weights(**more):
     return lambda tensors, quantization: quantization["config_groups"]["group_0"]["weights"].update(more)
 
 
-def add(name: str, tensor: Tensor) -> Change:
+def add(name, tensor):
     return lambda tensors, quantization: tensors.update({f"{MODULE}.{name}": tensor})
 
 
-BROKEN: dict[str, tuple[str, Change, str]] = {
+BROKEN = {
     "no scales": ("fp8 tensor", drop("weight_scale_inv"), "has no .*weight_scale_inv"),
     "two scales": ("fp8 tensor", add("weight_scale", torch.ones(())), "has both .*weight_scale_inv and"),
     "a block of nothing": ("fp8 blocks", say(weight_block_size=[0, 32]), r"weight_block_size \[0, 32\]"),
@@ -288,7 +278,7 @@ BROKEN: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_not_understood_is_refused(case: str) -> None:
+def test_what_is_not_understood_is_refused(case):
     kind, change, word = BROKEN[case]
     own = KINDS[kind]
     quantization = deepcopy(own.quantization)
@@ -300,7 +290,7 @@ def test_what_is_not_understood_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scales_that_are_missing_or_wrong_are_refused_by_name(kind: str) -> None:
+def test_scales_that_are_missing_or_wrong_are_refused_by_name(kind):
     """Of every format: scales that are not there, are too few, of another dtype, or no numbers; and zero points."""
     own = KINDS[kind]
     tensors, _ = weight(kind, 48, 128)
@@ -317,7 +307,7 @@ def test_scales_that_are_missing_or_wrong_are_refused_by_name(kind: str) -> None
             assert "\n" not in said and (f"{MODULE}." in said or "no tensor is stored" in said), said
 
 
-def test_codes_that_are_no_numbers_are_refused_by_name(plain: Path, tmp_path: Path) -> None:
+def test_codes_that_are_no_numbers_are_refused_by_name(plain, tmp_path):
     stored, _ = checkpoint(plain, tmp_path, "fp8 blocks")
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
     stored[name].view(torch.uint8)[5, 6] = 0xFF
@@ -335,7 +325,7 @@ BY_GROUPS = {
 }
 
 
-SEVERAL: dict[str, tuple[str, str, dict[str, Any], str]] = {  # the experts' format, that of one, what else to say
+SEVERAL = {  # the experts' format, that of one, what else to say
     "ModelOpt": ("modelopt nvfp4", "modelopt fp8", {"quant_algo": "MIXED_PRECISION"}, "F8_E4M3 as {}, NVFP4 as {}"),
     "compressed-tensors": ("int4", "ct fp8 rows", {"config_groups": BY_GROUPS}, "F8_E4M3 as {}, INT4 as {}"),
     "scales": ("gptq", "gptq", {}, "int4 with a scale for 32 columns as {}, int4fp16 with a scale"),
@@ -343,7 +333,7 @@ SEVERAL: dict[str, tuple[str, str, dict[str, Any], str]] = {  # the experts' for
 
 
 @pytest.mark.parametrize("case", SEVERAL)
-def test_experts_in_several_encodings_are_refused(case: str, plain: Path, tmp_path: Path) -> None:
+def test_experts_in_several_encodings_are_refused(case, plain, tmp_path):
     """By the name of a weight of each, before one is read."""
     kind, other, says, word = SEVERAL[case]
     stored, _ = checkpoint(plain, tmp_path, kind, dense=False)

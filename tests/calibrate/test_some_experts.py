@@ -1,9 +1,5 @@
 """Some experts of a layer, read without the others: the same tensors as of the whole layer, for every family."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import tiny_models
 from expert_reading import compare
@@ -23,23 +19,21 @@ from moepack.calibrate.skeleton import sources_of
         ([f"l.3.experts.{e}.w" for e in range(3)] + ["l.3.w"], (8, 8)),
     ],
 )
-def test_where_it_cannot_be_told_nothing_is_said(keys: list[str], shape: tuple[int, ...]) -> None:
+def test_where_it_cannot_be_told_nothing_is_said(keys, shape):
     assert sources_of(range(1), 4, {"p": keys}, dict.fromkeys(keys, shape)) is None
 
 
-def test_a_single_expert() -> None:
+def test_a_single_expert():
     keys = ["model.layers.0.mlp.experts.0.up.weight", "model.layers.0.mlp.experts.0.gate.weight"]
     assert sources_of(range(1), 1, {"p": keys}, dict.fromkeys(keys, (4, 8))) == dict.fromkeys(keys)
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_family(family: str, demo_model: Path, tmp_path: Path) -> None:
+def test_family(family, demo_model, tmp_path):
     compare(tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model))
 
 
-def test_a_layout_that_nothing_is_known_of_is_read_whole(
-    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layout_that_nothing_is_known_of_is_read_whole(demo_model, tmp_path, monkeypatch):
     import moepack.calibrate.skeleton as module
 
     monkeypatch.setattr(module, "sources_of", lambda *args: None)

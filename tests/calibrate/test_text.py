@@ -1,14 +1,9 @@
 """Text: what a document is, that cutting it for the tokenizer changes no id, chats, and mixtures of sources."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +20,7 @@ from moepack.pack.errors import InputError
 WIKI = " \n = One = \n \n Text of one . \n \n = = Section = = \n \n More . \n \n = Two = \n \n Text of two = 2 = \n"
 
 
-def rows(path: Path, *lines: Any) -> str:
+def rows(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
 
@@ -33,8 +28,8 @@ def rows(path: Path, *lines: Any) -> str:
 # --- documents
 
 
-def test_a_text_is_split_at_titles_and_marks() -> None:
-    def split(text: str) -> list[str]:
+def test_a_text_is_split_at_titles_and_marks():
+    def split(text):
         return list(split_lines(io.StringIO(text)))
 
     one, two = split(WIKI)
@@ -52,19 +47,19 @@ def test_a_text_is_split_at_titles_and_marks() -> None:
 
 
 @given(st.text(alphabet="a =\n\t.", max_size=60))
-def test_without_separators_nothing_is_lost(text: str) -> None:
+def test_without_separators_nothing_is_lost(text):
     made = list(split_lines(io.StringIO(text)))
     # Only blank documents go, and only at the beginning may there be one that is not the whole.
     assert "".join(made) == (text if made and made[0] == text else text[len(text) - len("".join(made)) :])
     assert not text[: len(text) - len("".join(made))].strip()
 
 
-def test_rows_that_are_lines_of_articles(tmp_path: Path) -> None:
+def test_rows_that_are_lines_of_articles(tmp_path):
     """As the Hub has WikiText: an article is one document, and not each of its lines."""
     import pyarrow
     import pyarrow.parquet
 
-    def table(*texts: str) -> list[Any]:
+    def table(*texts):
         pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), tmp_path / "t.parquet")
         return list(documents(str(tmp_path / "t.parquet")))
 
@@ -75,7 +70,7 @@ def test_rows_that_are_lines_of_articles(tmp_path: Path) -> None:
     assert table("", "first", "", " = One = \n", "") == ["", "first", "", " = One = \n", ""]
 
 
-def test_json_in_its_forms(tmp_path: Path) -> None:
+def test_json_in_its_forms(tmp_path):
     items = [{"text": "a"}, {"text": "b"}]
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, items)))
     (tmp_path / "list.json").write_text(json.dumps(items, indent=1))
@@ -100,7 +95,7 @@ def test_json_in_its_forms(tmp_path: Path) -> None:
         data.windows(str(tmp_path / "half.jsonl"), byte_level(), 4, 1)
 
 
-def test_a_data_set_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_is_streamed(tmp_path, monkeypatch):
     """A directory, by its split and column; an endless one is read only as far as needed."""
     import datasets
 
@@ -111,9 +106,9 @@ def test_a_data_set_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list(documents(f"{tmp_path}/set::test:body")) == ["test"]
     with pytest.raises(InputError, match="no 'text' of text; they have body"):
         list(documents(f"{tmp_path}/set"))
-    given: list[int] = []
+    given = []
 
-    def endless(*args: Any, streaming: bool, **kwargs: Any) -> Iterator[dict[str, str]]:
+    def endless(*args, streaming, **kwargs):
         assert streaming
         for i in itertools.count():
             given.append(i)
@@ -127,14 +122,14 @@ def test_a_data_set_is_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # --- tokens
 
 
-def byte_level(bos: bool = False) -> PreTrainedTokenizerFast:
+def byte_level(bos=False):
     """As GPT-2's and Qwen's: words with the space before them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     return trained(tokenizer, trainers.BpeTrainer(special_tokens=["<s>", "</s>"], vocab_size=400), bos)
 
 
-def one_word() -> PreTrainedTokenizerFast:
+def one_word():
     """As Llama-2's and Mixtral's: a space before every text, and the whole text merged as one word."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=False))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -149,7 +144,7 @@ def one_word() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(bare)), eos_token="</s>")
 
 
-def pieces() -> PreTrainedTokenizerFast:
+def pieces():
     """As T5's: words of probable pieces, each with a space before it."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -157,7 +152,7 @@ def pieces() -> PreTrainedTokenizerFast:
     return trained(tokenizer, trainer)
 
 
-def words() -> PreTrainedTokenizerFast:
+def words():
     """As BERT's: white space is dropped."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.NFKC()
@@ -165,7 +160,7 @@ def words() -> PreTrainedTokenizerFast:
     return trained(tokenizer, trainers.WordPieceTrainer(special_tokens=["<unk>", "</s>"], vocab_size=300))
 
 
-def trained(tokenizer: Tokenizer, trainer: Any, bos: bool = False) -> PreTrainedTokenizerFast:
+def trained(tokenizer, trainer, bos=False):
     texts = [
         "the cat sat on the mat , 12 cats sat there .\n\n  def f(x):\n    return x + 1\n",
         WIKI,
@@ -177,7 +172,7 @@ def trained(tokenizer: Tokenizer, trainer: Any, bos: bool = False) -> PreTrained
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>" if bos else None, eos_token="</s>")
 
 
-KINDS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
+KINDS = {
     "byte_level": byte_level, "one_word": one_word, "pieces": pieces, "words": words
 }  # fmt: skip
 WORDS = st.sampled_from(
@@ -187,22 +182,20 @@ GAPS = st.sampled_from([" "] * 8 + ["\n", "  ", "\n\n", " \n ", "\t", "    "])
 
 
 @pytest.fixture(scope="module")
-def encoders() -> dict[str, Encoder]:
+def encoders():
     return {name: Encoder(make()) for name, make in KINDS.items()}
 
 
 @given(st.lists(st.tuples(WORDS, GAPS), min_size=60, max_size=300), st.sampled_from(sorted(KINDS)))
 @settings(max_examples=80)
-def test_ids_of_the_parts_are_those_of_the_whole(
-    encoders: dict[str, Encoder], text: list[tuple[str, str]], kind: str
-) -> None:
+def test_ids_of_the_parts_are_those_of_the_whole(encoders, text, kind):
     whole, encode = "".join(itertools.chain(*text)), encoders[kind].encode
     made = list(parts(whole, encode, size=100, around=60))
     assert [i for part in made for i in encode(part)] == encode(whole)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_long_text_is_cut_and_its_ids_stay(encoders: dict[str, Encoder], kind: str, text: Path) -> None:
+def test_a_long_text_is_cut_and_its_ids_stay(encoders, kind, text):
     whole, encode = "\n".join(d for d in documents(str(text)) if isinstance(d, str))[: 10 * PART], encoders[kind].encode
     made = list(parts(whole, encode))
     assert len(made) >= 9 and max(map(len, made)) < 1.1 * PART
@@ -212,10 +205,10 @@ def test_a_long_text_is_cut_and_its_ids_stay(encoders: dict[str, Encoder], kind:
     assert naive != encode(whole)
 
 
-def test_a_text_that_cannot_be_cut_stays_whole() -> None:
-    asked: list[int] = []
+def test_a_text_that_cannot_be_cut_stays_whole():
+    asked = []
 
-    def strange(part: str) -> list[int]:  # another id for every length: nothing adds up
+    def strange(part):  # another id for every length: nothing adds up
         asked.append(len(part))
         return [len(part)]
 
@@ -226,12 +219,12 @@ def test_a_text_that_cannot_be_cut_stays_whole() -> None:
     assert max(asked, default=0) <= 2 * AROUND
 
 
-def test_documents_begin_and_end_as_the_tokenizer_has_it(tmp_path: Path) -> None:
+def test_documents_begin_and_end_as_the_tokenizer_has_it(tmp_path):
     source = rows(tmp_path / "t.jsonl", {"text": "the cat"}, {"text": ""}, {"text": "sat on"})
     for tokenizer, begin in ((byte_level(bos=True), [0]), (byte_level(), [])):
         encoder = Encoder(tokenizer)
         assert (encoder.begin, encoder.end) == (begin, [1])
-        stream: list[tuple[int, int]] = [(n, i) for n, ids in encoder.stream(source) for i in ids]
+        stream = [(n, i) for n, ids in encoder.stream(source) for i in ids]
         wanted = [(n, i) for n, t in enumerate(("the cat", "sat on")) for i in [*begin, *encoder.encode(t), 1]]
         assert stream == wanted
         made, owners = data.document_windows(source, tokenizer, 3, 99)
@@ -250,14 +243,14 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 OTHER = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 
 
-def chats(template: str | None, bos: bool = False) -> PreTrainedTokenizerFast:
+def chats(template, bos=False):
     tokenizer = byte_level(bos)
     tokenizer.chat_template = template
     return tokenizer
 
 
-def test_chats_keep_their_tool_calls(tmp_path: Path) -> None:
-    def chat(call: dict[str, Any]) -> list[dict[str, Any]]:
+def test_chats_keep_their_tool_calls(tmp_path):
+    def chat(call):
         return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
 
     tools = [{"name": "add"}]
@@ -282,7 +275,7 @@ def test_chats_keep_their_tool_calls(tmp_path: Path) -> None:
     assert list(documents(str(tmp_path / "c.parquet"))) == [Conversation(chat(CALL)), Conversation(chat(OTHER))]
 
 
-def test_chats_begin_once_and_end_once(tmp_path: Path) -> None:
+def test_chats_begin_once_and_end_once(tmp_path):
     source = rows(tmp_path / "c.jsonl", {"messages": [{"role": "user", "content": "the cat"}]})
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for template, text in ((plain, "the cat"), ("<s>" + plain, "the cat"), (plain + "</s>", "the cat")):
@@ -291,7 +284,7 @@ def test_chats_begin_once_and_end_once(tmp_path: Path) -> None:
         assert made == [0, *tokenizer(text, add_special_tokens=False)["input_ids"], 1]
 
 
-def test_chats_that_cannot_be_had(tmp_path: Path) -> None:
+def test_chats_that_cannot_be_had(tmp_path):
     source = rows(tmp_path / "c.jsonl", {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]})
     for template, word in (
         (None, "holds chats, and this model's tokenizer has no chat template"),
@@ -305,12 +298,12 @@ def test_chats_that_cannot_be_had(tmp_path: Path) -> None:
 # --- mixtures
 
 
-def test_windows_of_one_source_are_as_they_were(demo_model: Path, text: Path, evaluation: Path) -> None:
+def test_windows_of_one_source_are_as_they_were(demo_model, text, evaluation):
     """Text of rows, equal weights, no BOS: the windows that earlier bundles were calibrated on, written out here."""
     tokenizer, length, samples = data.load_tokenizer(demo_model), 64, 9
     pools = []
     for k, path in enumerate((text, evaluation)):
-        stream: list[int] = []
+        stream = []
         for line in path.read_text().splitlines():
             stream += [*tokenizer(json.loads(line)["text"], add_special_tokens=False)["input_ids"], 0]
             if len(stream) >= 8 * samples * length:
@@ -323,14 +316,14 @@ def test_windows_of_one_source_are_as_they_were(demo_model: Path, text: Path, ev
     assert torch.equal(made.ids, torch.cat([pools[0][:5], pools[1][:4]])) and made.taken == (5, 4)
 
 
-def mixture(sizes: list[int], samples: int, weights: list[float]) -> data.Windows:
+def mixture(sizes, samples, weights):
     """Windows of sources of these sizes; a token names its source."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(data, "windows", lambda source, *_, **__: torch.full((sizes[int(source)], 2), int(source)))
         return data.calibration_windows([str(i) for i in range(len(sizes))], None, samples, 2, 0, weights)
 
 
-def test_mixtures_by_weight() -> None:
+def test_mixtures_by_weight():
     assert mixture([99, 99], 9, [2, 1]).taken == (6, 3)
     assert mixture([99, 99, 99], 8, [1, 1, 1]).taken == (3, 3, 2)
     assert mixture([99, 99], 10, [0.5, 4.5]).taken == (1, 9)
@@ -340,7 +333,7 @@ def test_mixtures_by_weight() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 30))
-def test_each_source_has_its_share(weights: list[int], samples: int) -> None:
+def test_each_source_has_its_share(weights, samples):
     made = mixture([99] * len(weights), samples, list(map(float, weights)))
     assert sum(made.taken) == samples == len(made.ids)
     assert all(n >= samples * w // sum(weights) for n, w in zip(made.taken, weights, strict=True))

@@ -1,14 +1,10 @@
 """What layers pass on beside hidden states: recorded from the model's own code, replayed, kept and taken up again."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support import ROOT
-from torch import Tensor
 
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.dense import dense_matrices, watch_part
@@ -25,7 +21,7 @@ from benchmarks import families
 PASSING = ("mistral_large4", "inkling2_text")
 
 
-def a_pass(checkpoint: Path) -> CalibrationPass:
+def a_pass(checkpoint):
     ids = torch.randint(1, 4000, (3, 24), generator=torch.Generator().manual_seed(2))
     stream = StreamedModel(open_checkpoint(checkpoint))
     stream.load(None)
@@ -35,14 +31,14 @@ def a_pass(checkpoint: Path) -> CalibrationPass:
     return walk
 
 
-def through(walk: CalibrationPass, layers: range) -> None:
+def through(walk, layers):
     for i in layers:
         walk._stream.load(i)
         walk._stream.to_compute(i, torch.float32)
         walk.run_layer(i)
 
 
-def head(walk: CalibrationPass) -> Tensor:
+def head(walk):
     stream = walk._stream
     watch = watch_part(stream, [m for m in dense_matrices(stream) if m.layer is None], walk.windows, walk.length)
     walk.run_head(watch)
@@ -51,7 +47,7 @@ def head(walk: CalibrationPass) -> Tensor:
 
 
 @pytest.mark.parametrize("name", PASSING)
-def test_a_pass_taken_up_again(name: str, demo_model: Path, tmp_path: Path) -> None:
+def test_a_pass_taken_up_again(name, demo_model, tmp_path):
     """Interrupted before any layer, the rest gives the same bits, up to what the output projection reads."""
     plain = families.save(families.small(name), tmp_path / "checkpoint", demo_model).float().eval()
     whole = a_pass(tmp_path / "checkpoint")
@@ -78,13 +74,13 @@ def test_a_pass_taken_up_again(name: str, demo_model: Path, tmp_path: Path) -> N
         assert torch.equal(head(again), read)
 
 
-def test_layers_that_run_twice_are_refused(demo_model: Path, tmp_path: Path) -> None:
+def test_layers_that_run_twice_are_refused(demo_model, tmp_path):
     families.save(families.small("inkling2_loop_text"), tmp_path / "checkpoint", demo_model)
     with pytest.raises(InputError, match="inkling2_loop_text run more than once"):
         a_pass(tmp_path / "checkpoint")
 
 
-def test_what_is_not_replayed() -> None:
+def test_what_is_not_replayed():
     x, one = torch.ones(1, 2, 3), Recording(1)
     out = one.layer(0, x, (), {})
     with pytest.raises(ReturnsMore):

@@ -21,10 +21,9 @@ import time
 import urllib.request
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
-from stages import STAGES, Stage
+from stages import STAGES
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -57,14 +56,14 @@ class Row:
 class Serving:
     """A server of a bundle on a free port, started when its address is asked for, and anew for another budget."""
 
-    def __init__(self, bundle: Path, log: Path) -> None:
+    def __init__(self, bundle, log):
         self._command = [sys.executable, "-m", "moepack", "serve", str(bundle), *SERVED]
         self._log = log
         self._budget = ""
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = None
         self._url = ""
 
-    def url(self, budget: str) -> str:
+    def url(self, budget):
         """The address of a server with this budget. Raises SystemExit with the log if it does not begin."""
         if budget != self._budget:
             self.end()
@@ -83,7 +82,7 @@ class Serving:
             self._url = found[0]
         return self._url
 
-    def end(self) -> None:
+    def end(self):
         """End it, if it runs."""
         if self._process is not None:
             self._process.terminate()
@@ -93,9 +92,8 @@ class Serving:
                 self._process.kill()
             self._process = None
 
-    def trouble(self) -> str:
+    def trouble(self):
         """Say what is wrong with it after a stage: it ended, it is unwell, or requests still run; "" if nothing is."""
-        assert self._process is not None
         until = time.monotonic() + IDLE
         while True:
             if (code := self._process.poll()) is not None:
@@ -114,7 +112,7 @@ class Serving:
             time.sleep(0.2)
 
 
-def ran(command: list[str], log: Path, seconds: float, environment: dict[str, str]) -> str:
+def ran(command, log, seconds, environment):
     """Run a stage with its children, and say how it went wrong; "" if it did not."""
     with log.open("wb") as said:
         process = subprocess.Popen(
@@ -132,13 +130,13 @@ def ran(command: list[str], log: Path, seconds: float, environment: dict[str, st
     return f"ended with {code}: {lines[-1].strip() if lines else 'no word'}" if code else ""
 
 
-def reason_of(name: str, known: dict[str, str]) -> str | None:
+def reason_of(name, known):
     """The reason that known.yaml gives for a case, by its name or by a pattern; None if it gives none."""
     found = (why for pattern, why in known.items() if fnmatch.fnmatchcase(name, pattern))
     return known.get(name) or next(found, None)
 
 
-def judged(row: Row, cases: list[dict[str, Any]], known: dict[str, str]) -> Row:
+def judged(row, cases, known):
     """Count the cases of a stage into its row, by the failures that are known."""
     row.run = len(cases)
     for case in cases:
@@ -154,7 +152,7 @@ def judged(row: Row, cases: list[dict[str, Any]], known: dict[str, str]) -> Row:
     return row
 
 
-def tried(stage: Stage, environment: Path, work: Path, serving: Serving, bundle: Path, known: dict[str, str]) -> Row:
+def tried(stage, environment, work, serving, bundle, known):
     """Run one stage, and return its row."""
     row = Row(stage.program, stage.version(environment) or "", stage.what)
     command = stage.command(environment)
@@ -181,11 +179,11 @@ def tried(stage: Stage, environment: Path, work: Path, serving: Serving, bundle:
     return judged(row, cases, known)
 
 
-def table(rows: list[Row]) -> str:
+def table(rows):
     """The rows in Markdown."""
     out = ["| program | version | what ran | passed | failed, as known | failed |", "|---|---|---|---|---|---|"]
     for row in rows:
-        known: dict[str, list[str]] = {}
+        known = {}
         for name, reason in row.known.items():
             known.setdefault(reason, []).append(name)
         counted = f"{row.passed} of {row.run}" if row.run != 1 or not row.well else row.well[0]
@@ -198,7 +196,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join(out)
 
 
-def built(out: Path) -> Path:
+def built(out):
     """Build the bundle of the example model there, once it is taught chats, as the demo does. Return its folder."""
     examples = ROOT / "examples"
     model = out.with_name("taught")
@@ -209,7 +207,7 @@ def built(out: Path) -> Path:
     return out
 
 
-def main() -> int:
+def main():
     """Run the stages, print the table, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--environment", type=Path, default=ROOT / ".venv-conformance", help="where the programs are")
@@ -219,7 +217,7 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="keep logs and reports there")
     asked = parser.parse_args()
     known = yaml.safe_load((HERE / "known.yaml").read_text())
-    rows: list[Row] = []
+    rows = []
     with tempfile.TemporaryDirectory(prefix="moepack-conformance-") as folder:
         work = (asked.work or Path(folder)).resolve()
         work.mkdir(parents=True, exist_ok=True)

@@ -6,16 +6,13 @@ To anything else this one answers with parts of what it was taught.
 Usage: taught.py CHECKPOINT OUT
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 STEPS, RATE, BATCH = 240, 1e-3, 8
@@ -23,13 +20,13 @@ LONGEST = 65536  # positions: a terminal's agent sends 20,000 tokens, of which t
 NOT_LEARNT = -100  # a label that transformers leaves out of the loss
 
 
-def tool(name: str, description: str, arguments: dict[str, str]) -> dict[str, Any]:
+def tool(name, description, arguments):
     """A tool as chats have it, with arguments by name and JSON type, all of them required."""
     schema = {"type": "object", "properties": {k: {"type": v} for k, v in arguments.items()}, "required": [*arguments]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
-def rendered(tokenizer: PreTrainedTokenizerBase, template: str) -> list[tuple[list[int], list[int]]]:
+def rendered(tokenizer, template):
     """The token ids of each chat and of its answer, which ends the text."""
     given = yaml.safe_load((HERE / "chats.yaml").read_text())
     tools = {name: tool(name, **said) for name, said in given["tools"].items()}
@@ -49,7 +46,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, template: str) -> list[tuple[li
     return rows
 
 
-def main(checkpoint: Path, out: Path) -> None:
+def main(checkpoint, out):
     """Write a copy of a checkpoint that knows the chats into a folder. It takes minutes."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)

@@ -20,7 +20,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +48,7 @@ class Block:
     words: str = ""
 
 
-def blocks(document: str) -> list[Block]:
+def blocks(document):
     """The fenced blocks of a document, in order."""
     out, lines = [], (ROOT / document).read_text().splitlines()
     inside, start, rule = "", 0, ("", "")
@@ -71,7 +70,7 @@ RUN = {d: [b for b in blocks(d) if b.language in ("sh", "python") and b.rule != 
 LEFT_OUT = [(d, b) for d in DOCUMENTS for b in blocks(d) if b.rule == "not run"]
 
 
-def commands(text: str) -> Iterator[str]:
+def commands(text):
     """The commands of a block: its lines, or all of it where one goes on over lines."""
     if "<<" in text:
         yield text
@@ -81,7 +80,7 @@ def commands(text: str) -> Iterator[str]:
             yield line
 
 
-def run(command: str, where: Path) -> tuple[int, str, str]:
+def run(command, where):
     """Run one command of a document."""
     words = [] if _OTHERS_CALL.search(command) else shlex.split(command)
     if words and words[0] == "moepack":
@@ -94,7 +93,7 @@ def run(command: str, where: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def clone(where: Path) -> Path:
+def clone(where):
     """A directory with what a reader's clone holds that documents speak of; its demo recipe is quick."""
     (where / "examples").mkdir(parents=True)
     for path in (ROOT / "examples").iterdir():
@@ -105,7 +104,7 @@ def clone(where: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quick_start(tmp_path_factory):
     """Where the README's quick start has built my-bundle."""
     where = clone(tmp_path_factory.mktemp("quick-start"))
     build = next(c for b in RUN["README.md"] for c in commands(b.text) if c.startswith("moepack build "))
@@ -117,7 +116,7 @@ def quick_start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def hub(monkeypatch, tmp_path):
     """The Hub library speaks to a stand-in."""
     server, _, address = serve()
     point(monkeypatch, address, tmp_path / "hub")
@@ -127,9 +126,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("hub")
 @pytest.mark.parametrize("document", [d for d in DOCUMENTS if RUN[d]])
-def test_what_a_document_says_is_typed(
-    document: str, quick_start: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_a_document_says_is_typed(document, quick_start, monkeypatch, tmp_path):
     from moepack.runtime.experts import backends
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -139,7 +136,7 @@ def test_what_a_document_says_is_typed(
     if not (where / "my-bundle").exists() and not makes:
         (where / "my-bundle").symlink_to(quick_start / "my-bundle")
     monkeypatch.chdir(where)
-    names: dict[str, object] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     every = blocks(document)
     for block in RUN[document]:
         at = f"{document}, line {block.line}"
@@ -162,7 +159,7 @@ def test_what_a_document_says_is_typed(
     backends.forget()
 
 
-def test_the_laptop_tutorial_holds_in_a_cage(quick_start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_laptop_tutorial_holds_in_a_cage(quick_start, monkeypatch):
     """Its commands, in a control group that leaves the demo bundle's experts the share of memory that the page's have.
 
     A limit of 10 GiB holds two fifths of what a 30 B bundle's experts take at four bits beyond their least.
@@ -170,9 +167,9 @@ def test_the_laptop_tutorial_holds_in_a_cage(quick_start: Path, monkeypatch: pyt
     document, policy = "docs/tutorials/laptop.md", "hotness:lo=stored"
     monkeypatch.chdir(quick_start)
 
-    def least(policy: str) -> int:
+    def least(policy):
         _, _, said = cli("plan", "my-bundle", "--memory", "5MB", "--policy", policy)
-        return int(re.search(r"the least that would do is (\d+) bytes", said)[1])  # type: ignore[index]
+        return int(re.search(r"the least that would do is (\d+) bytes", said)[1])
 
     limit = least(policy) + (least("static:w4") - least(policy)) * 2 // 5
     asked = [c for b in RUN[document] for c in commands(b.text) if "10GiB" in c]
@@ -194,7 +191,7 @@ def test_the_laptop_tutorial_holds_in_a_cage(quick_start: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("document", "block"), LEFT_OUT, ids=[f"{d}:{b.line}" for d, b in LEFT_OUT])
-def test_what_is_not_typed(document: str, block: Block) -> None:
+def test_what_is_not_typed(document, block):
     """Lists them with `pytest -rs`; a moepack command must still be one that there is, with options that there are."""
     for command in commands(block.text):
         words = shlex.split(command)
@@ -205,7 +202,7 @@ def test_what_is_not_typed(document: str, block: Block) -> None:
     pytest.skip(f"{document}, line {block.line}: {block.words}")
 
 
-def test_the_rules_of_this_file_are_kept() -> None:
+def test_the_rules_of_this_file_are_kept():
     """A planted command that fails is found, and so is one that does not when it should."""
     assert run("moepack eval", ROOT)[0] != 0
     assert run("false", ROOT)[0] != 0

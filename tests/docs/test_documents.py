@@ -1,11 +1,8 @@
 """What the documents say of one another and of measurements: links, pictures, tables, the words of errors."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from support import ROOT
@@ -20,19 +17,19 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 SOURCES = ("moepack", "runtime", "pack", "calibrate", "quantize")
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """A page without its code."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.+)$", prose(page), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_somewhere(page):
     for target in LINK.findall(prose(page)):
         if re.match(r"https?:", target):
             continue
@@ -42,7 +39,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
 
 
-def test_every_page_is_on_the_map() -> None:
+def test_every_page_is_on_the_map():
     """From docs/index.md each page can be reached."""
     seen, ahead = set(), [ROOT / "docs" / "index.md"]
     while ahead:
@@ -54,7 +51,7 @@ def test_every_page_is_on_the_map() -> None:
     assert {p for p in PAGES if p.parent != ROOT} <= seen
 
 
-def test_the_front_page_is_short_and_shows_what_it_is() -> None:
+def test_the_front_page_is_short_and_shows_what_it_is():
     """The picture, the commands and their result on the first screen; where it runs before any chart; the papers."""
     text = (ROOT / "README.md").read_text()
     screen = "\n".join(text.splitlines()[:30])
@@ -63,7 +60,7 @@ def test_the_front_page_is_short_and_shows_what_it_is() -> None:
     assert text.count("https://arxiv.org/abs/") == 4
 
 
-def test_tables_and_machines_are_those_of_the_results() -> None:
+def test_tables_and_machines_are_those_of_the_results():
     for page in tables.common.DOCUMENTS:
         assert page.read_text() == tables.with_tables(page.read_text(), page), (
             f"{page.name}: python -m benchmarks.draw --tables"
@@ -75,13 +72,13 @@ def test_tables_and_machines_are_those_of_the_results() -> None:
     assert tables.with_tables("<!-- table: quality -->\nold\n<!-- end of table -->").count("\n") > 3
 
 
-def test_pictures_are_drawn_by_the_command(tmp_path: Path) -> None:
+def test_pictures_are_drawn_by_the_command(tmp_path):
     drawn = {p.name for p in draw.draw(tmp_path)}
     assert drawn == {p.name for p in draw.IMAGES.iterdir()} - {"server.png", "bundle.svg", "process.svg", "session.svg"}
     assert all(b"<svg" in (tmp_path / name).read_bytes()[:1000] for name in drawn)
 
 
-def test_errors_that_are_explained_exist() -> None:
+def test_errors_that_are_explained_exist():
     """A heading in code is the text of an error, as it stands in the sources."""
     code = "\n".join(p.read_text() for folder in SOURCES for p in sorted((ROOT / folder).rglob("*.py")))
     code = re.sub(r'"\s*\n\s*f?"', "", code)
@@ -90,7 +87,7 @@ def test_errors_that_are_explained_exist() -> None:
     assert [text for text in explained if text not in code] == []
 
 
-def test_options_of_hotness_are_all_explained() -> None:
+def test_options_of_hotness_are_all_explained():
     from moepack.runtime.policies.hotness import HotnessOptions
 
     page = (ROOT / "docs" / "tutorials" / "serve.md").read_text()
@@ -99,7 +96,7 @@ def test_options_of_hotness_are_all_explained() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_words(page: Path) -> None:
+def test_words(page):
     """One spelling, but for titles of papers; nothing of the machine it was written on."""
     text = re.sub(r"(`+).+?\1(?!`)|\[[^\]]*\]\(https?:", "", prose(page))
     text = re.sub(r"\]\([^)]*\)|<!--.*?-->", "", text)

@@ -1,7 +1,5 @@
 """docs/concepts.md explains the words that moepack's names, its help and its documents use."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from dataclasses import fields, is_dataclass
@@ -30,14 +28,14 @@ skeleton, snapshot, staging, starved, step, tower, tpot, trace, traffic, ttft, v
 workload, zero point"""
 
 
-def missing(names: set[str]) -> list[str]:
+def missing(names):
     """Those that concepts.md does not explain."""
     return sorted(n for n in names if n not in EXPLAINED)
 
 
-def test_names_that_users_type_are_explained() -> None:
+def test_names_that_users_type_are_explained():
     """A policy, a version, a placement, a method or a command that is added fails here until it has its words."""
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    commands = typer.main.get_command(app).commands
     options = Counter(o for c in commands.values() for p in c.params for o in p.opts if o.startswith("--"))
     placements = {"bf16@packed", "bf16@packed-pinned", "w4@host", "w4@pinned", "stored", "absent"}
     assert len(Where) == len(placements) + 1, "a place without its word"
@@ -49,21 +47,21 @@ def test_names_that_users_type_are_explained() -> None:
     assert missing({o for o, count in options.items() if count > 1}) == [], "options that commands share"
 
 
-def test_words_of_several_pages_are_explained() -> None:
+def test_words_of_several_pages_are_explained():
     """A name in code that stands on four pages or more, and is no file or sentence of code."""
     pages = Counter(w for p in PAGES for w in set(re.findall(r"`([a-z][a-z0-9_@-]*)`", p.read_text())))
     commands = {name.removeprefix("moepack ") for name in EXPLAINED}
     assert [w for w, count in pages.items() if count > 3 and w not in commands | {"my-bundle"}] == []
 
 
-def test_words_of_the_field_have_an_entry() -> None:
+def test_words_of_the_field_have_an_entry():
     used = " ".join(" ".join(p.read_text() for p in PAGES).lower().split())
     words = " ".join(FIELD.split()).split(", ")
     assert [w for w in words if w not in TERMS] == []
     assert [w for w in words if w not in used] == [], "a word that no page uses needs no entry"
 
 
-def test_every_option_of_every_policy_is_in_a_table() -> None:
+def test_every_option_of_every_policy_is_in_a_table():
     tables = "".join((ROOT / "docs" / p).read_text() for p in ("policies.md", "tutorials/serve.md"))
     cells = [cell for row in re.findall(r"^\|(.+)\|$", tables, re.M) for cell in row.split("|")[:2]]
     told = {name for cell in cells for name in re.findall(r"`([a-z]+)`", cell)}

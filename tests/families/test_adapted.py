@@ -1,10 +1,6 @@
 """Experts behind transformers' interface give what their own code gives; checkpoints of odd layouts are read."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ from benchmarks import families
 IDS = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(1))
 
 
-def plain_model(name: str) -> Any:
+def plain_model(name):
     """A random model with its own experts' code."""
     torch.manual_seed(0)
     model = auto_class(families.small(name)).from_config(families.small(name), dtype=torch.float32).eval()
@@ -38,12 +34,12 @@ def plain_model(name: str) -> Any:
     return model
 
 
-def kinds(model: Any) -> list[str]:
+def kinds(model):
     return [type(m).__name__ for m in model.modules() if is_experts_module(m)]
 
 
 @pytest.mark.parametrize("name", ["step3p7", "dbrx", "longcat_flash", "ernie4_5_vl_moe"])
-def test_an_adapted_model_gives_what_its_own_code_gives(name: str) -> None:
+def test_an_adapted_model_gives_what_its_own_code_gives(name):
     """Step-3.7 clamps the last layer at 0.05; of LongCat's choices some are of experts without weights."""
     model = plain_model(name)
     with torch.inference_mode():
@@ -57,7 +53,7 @@ def test_an_adapted_model_gives_what_its_own_code_gives(name: str) -> None:
     assert float((got - want).norm() / want.norm()) <= 1e-5
 
 
-def test_experts_for_images_run_by_their_own_code() -> None:
+def test_experts_for_images_run_by_their_own_code():
     model = plain_model("ernie4_5_vl_moe")
     block = next(m for m in model.modules() if type(m).__name__ == "Ernie4_5_VLMoeMoeBlock")
     x, kinds_of_token = torch.randn(1, 6, 64), torch.tensor([[0, 1, 1, 0, 2, 0]])
@@ -71,9 +67,7 @@ def test_experts_for_images_run_by_their_own_code() -> None:
 
 
 @pytest.mark.parametrize("as_published", [True, False])
-def test_longcat_checkpoints_with_and_without_rows_of_no_expert(
-    as_published: bool, demo_model: Path, tmp_path: Path
-) -> None:
+def test_longcat_checkpoints_with_and_without_rows_of_no_expert(as_published, demo_model, tmp_path):
     """Published ones have tensors of experts with weights alone; transformers writes rows for the others too."""
     families.save(families.small("longcat_flash"), tmp_path, demo_model)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -90,7 +84,7 @@ def test_longcat_checkpoints_with_and_without_rows_of_no_expert(
     assert set(stream.unused) == (set() if as_published else odd)
 
 
-def test_choices_of_no_expert_are_not_counted(demo_model: Path, tmp_path: Path) -> None:
+def test_choices_of_no_expert_are_not_counted(demo_model, tmp_path):
     from moepack.calibrate.statistics import routing_statistics
 
     families.save(families.small("longcat_flash"), tmp_path, demo_model)
@@ -101,7 +95,6 @@ def test_choices_of_no_expert_are_not_counted(demo_model: Path, tmp_path: Path) 
     walk = CalibrationPass(stream, IDS, 2, torch.float32)
     walk.start()
     seen = walk.run_layer(0)
-    assert seen is not None
     real = seen.experts < 8
     assert 0 < int(real.sum()) < real.numel() and int(seen.experts.max()) == 8
     made = routing_statistics(seen, 8)
@@ -112,12 +105,12 @@ def test_choices_of_no_expert_are_not_counted(demo_model: Path, tmp_path: Path) 
     assert abs(float(made["gate_sum"].sum() - seen.gates[real].sum())) <= 1e-4
 
 
-def test_layers_are_counted_without_attentions() -> None:
+def test_layers_are_counted_without_attentions():
     assert families.small("longcat_flash").num_hidden_layers == 4
     assert decoder_layers(families.small("longcat_flash")) == 2 and decoder_layers(families.small("zaya")) == 3
 
 
-def test_experts_of_no_known_layout_stay_refused(demo_model: Path, tmp_path: Path) -> None:
+def test_experts_of_no_known_layout_stay_refused(demo_model, tmp_path):
     families.save(families.small("jetmoe"), tmp_path, demo_model)
     with pytest.raises(InputError, match="jetmoe has experts"):
         StreamedModel(open_checkpoint(tmp_path))
@@ -125,7 +118,7 @@ def test_experts_of_no_known_layout_stay_refused(demo_model: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["mistral_large4", "inkling2_text", "zaya", "gemma4_text", "hy_v4"])
-def test_bytes_between_layers_are_bounded(name: str, demo_model: Path, tmp_path: Path) -> None:
+def test_bytes_between_layers_are_bounded(name, demo_model, tmp_path):
     """What a pass holds between layers is no more than the configuration's numbers say."""
     families.save(families.small(name), tmp_path, demo_model)
     stream = StreamedModel(open_checkpoint(tmp_path))

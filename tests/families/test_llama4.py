@@ -1,9 +1,5 @@
 """Llama-4: its blocks give the same with experts behind the interface, a whole model is built, and a tower is kept."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from tiny_models import _BASE, copy_tokenizer
@@ -22,14 +18,14 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 """
 
 
-def text_config(**own: object) -> object:
+def text_config(**own):
     from transformers import Llama4TextConfig
 
     given = {"intermediate_size": 48, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1}
     return Llama4TextConfig(**{**_BASE, **given, **own})
 
 
-def random_block(top_k: int = 1) -> object:
+def random_block(top_k=1):
     from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
     torch.manual_seed(0)
@@ -43,7 +39,7 @@ def random_block(top_k: int = 1) -> object:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_gives_what_its_own_code_gives(dtype: torch.dtype) -> None:
+def test_a_block_gives_what_its_own_code_gives(dtype):
     """Inputs of experts are the same to the bit; grouped products may sum in another order."""
     block = random_block().to(dtype)
     x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -58,12 +54,12 @@ def test_a_block_gives_what_its_own_code_gives(dtype: torch.dtype) -> None:
     assert len(set(logits.argmax(-1).tolist())) > 1  # more than one expert was asked
 
 
-def test_several_experts_a_token_are_refused() -> None:
+def test_several_experts_a_token_are_refused():
     with pytest.raises(InputError, match="llama4_text with num_experts_per_tok 2"):
         adapt(random_block(2))
 
 
-def test_the_whole_model_and_its_tower(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_the_whole_model_and_its_tower(demo_model, text, tmp_path):
     """The checkpoint's own class, text and images, comes back, with the tower's tensors as they were."""
     from transformers import Llama4Config, Llama4ForConditionalGeneration
 
@@ -96,7 +92,7 @@ def test_the_whole_model_and_its_tower(demo_model: Path, text: Path, tmp_path: P
     assert out.shape == (1, 11)
 
 
-def test_a_router_that_is_asked_ahead() -> None:
+def test_a_router_that_is_asked_ahead():
     """As policies that fetch ahead do: what it answers is read as scores."""
     from moepack.calibrate.experts import describe
     from moepack.runtime.experts.prediction import Prediction

@@ -1,14 +1,12 @@
 """Which class a configuration's model is: the one its checkpoint names, text alone or with towers."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoConfig
 
 from moepack.families.model_class import auto_class
 
 
-def config(model_type: str, *architectures: str) -> object:
+def config(model_type, *architectures):
     return AutoConfig.for_model(model_type, **({"architectures": list(architectures)} if architectures else {}))
 
 
@@ -26,10 +24,10 @@ def config(model_type: str, *architectures: str) -> object:
         ("llama4_text", (), "AutoModelForCausalLM"),
     ],
 )
-def test_the_one_that_is_named(model_type: str, named: tuple[str, ...], auto: str) -> None:
+def test_the_one_that_is_named(model_type, named, auto):
     assert auto_class(config(model_type, *named)).__name__ == auto
 
 
-def test_no_text_no_class() -> None:
+def test_no_text_no_class():
     with pytest.raises(ValueError, match="vit: transformers has no class that continues a text"):
         auto_class(config("vit"))

@@ -1,10 +1,7 @@
 """Layers for multi-token prediction: known by name, left out or kept by the recipe, and used by who guesses ahead."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -33,7 +30,7 @@ mtp: {}
 """
 
 
-def test_which_tensors_they_are() -> None:
+def test_which_tensors_they_are():
     """By number behind the last layer, or by name; another tensor of no use is none of them."""
     names = [
         "model.layers.60.mlp.gate.weight", "model.layers.61.eh_proj.weight", "model.layers.61.mlp.experts.0.up_proj",
@@ -48,7 +45,7 @@ def test_which_tensors_they_are() -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(demo_model, tmp_path_factory):
     """glm4_moe of three layers, its third's tensors again as layer 3 with what MTP has beside a layer, and a rotary
     table."""
     path = tiny_models.save_tiny("glm4_moe", tmp_path_factory.mktemp("mtp") / "checkpoint", demo_model)
@@ -64,11 +61,11 @@ def checkpoint(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-def mtp_of(path: Path) -> dict[str, torch.Tensor]:
+def mtp_of(path):
     return {n: t for n, t in load_file(path / "model.safetensors").items() if "layers.3." in n}
 
 
-def test_left_out_and_said_so(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_left_out_and_said_so(checkpoint, text, tmp_path):
     notes = Notes()
     report = build(checkpoint, tmp_path / "b", parse_recipe(RECIPE.format("drop"), "t"), [text], reporter=notes)
     count = len(mtp_of(checkpoint))
@@ -80,7 +77,7 @@ def test_left_out_and_said_so(checkpoint: Path, text: Path, tmp_path: Path) -> N
     assert "mtp" not in moepack.open(tmp_path / "b").manifest.model
 
 
-def test_kept_as_they_are(checkpoint: Path, text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_kept_as_they_are(checkpoint, text, tmp_path, caplog):
     """To the bit, verified, counted by the dry run, no news to who loads the bundle; generation guesses with them."""
     recipe, notes = parse_recipe(RECIPE.format("keep"), "t"), Notes()
     report = build(checkpoint, tmp_path / "b", recipe, [text], work=tmp_path / "work", reporter=notes)
@@ -106,9 +103,7 @@ def test_kept_as_they_are(checkpoint: Path, text: Path, tmp_path: Path, caplog: 
     assert torch.equal(plain, guessed)
 
 
-def test_they_are_read_some_at_a_time(
-    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_they_are_read_some_at_a_time(checkpoint, text, tmp_path, monkeypatch):
     """A bound on memory counts one group of them, and no two are there at once; the same bytes."""
     recipe = parse_recipe(RECIPE.format("keep"), "t")
     build(checkpoint, tmp_path / "b", recipe, [text])
@@ -120,9 +115,9 @@ def test_they_are_read_some_at_a_time(
     monkeypatch.setattr(model, "part_bytes", lambda part: 1)
     assert needs_of(model, recipe, 1, 16, {}, 0).outside == model.mtp_loading_bytes
     assert needs_of(model, parse_recipe(RECIPE.format("drop"), "t"), 1, 16, {}, 0).outside < max(sizes)
-    groups: list[dict[str, torch.Tensor]] = []
+    groups = []
 
-    def kept(path: Path, tensors: dict[str, torch.Tensor], *rest: Any) -> None:
+    def kept(path, tensors, *rest):
         if path.name.startswith("mtp"):
             assert not any(groups) and sum(t.nbytes for t in tensors.values()) <= sum(sizes) // 4 + max(sizes)
             groups.append(tensors)

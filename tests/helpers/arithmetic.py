@@ -51,10 +51,10 @@ class Machine:
     def new_chunks(self, item: StepInput) -> range:
         return range(0)
 
-    def kept_tokens(self, items: Any = ()) -> int:
+    def kept_tokens(self, items=()) -> int:
         return self.kept
 
-    def evict(self, spared: Any = ()) -> bool:
+    def evict(self, spared=()) -> bool:
         self.kept -= 64 * (evicted := self.kept > 0)
         return evicted
 
@@ -64,14 +64,14 @@ class Machine:
         self.caches[id(slot)] = []
         return slot
 
-    def remove(self, slot: CacheSlot) -> None:
+    def remove(self, slot: CacheSlot):
         self.caches.pop(id(slot), None)
         slot.length = 0
 
     def held(self) -> int:
         return sum(len(tokens) for tokens in self.caches.values())
 
-    def fits(self, items: Any, joining: Any = (), kept: bool = True) -> bool:
+    def fits(self, items, joining=(), kept: bool = True) -> bool:
         return self.held() + sum(len(i.tokens) for i in items) + sum(joining) + self.kept * kept <= self.room
 
     def holds(self, tokens: int) -> bool:
@@ -115,15 +115,15 @@ class Bench:
     events: list[list[JobEvent]] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.machine, Words(), self.limits, self._post)  # type: ignore[arg-type]
+    def __post_init__(self):
+        self.scheduler = Scheduler(self.machine, Words(), self.limits, self._post)
         self.scheduler.start()
 
-    def _post(self, events: list[tuple[Job, JobEvent]]) -> None:
+    def _post(self, events: list[tuple[Job, JobEvent]]):
         for job, event in events:
             job.tell(event)
 
-    def ask(self, prompt: list[int], count: int, **more: Any) -> list[JobEvent]:
+    def ask(self, prompt: list[int], count: int, **more) -> list[JobEvent]:
         mine: list[JobEvent] = []
         job = Job(prompt, count, more.pop("sampling", Sampling(temperature=0)), mine.append, **more)
         self.scheduler.submit([job])
@@ -131,6 +131,6 @@ class Bench:
         self.events.append(mine)
         return mine
 
-    def ended(self) -> None:
+    def ended(self):
         left = [events for job, events in zip(self.jobs, self.events, strict=True) if not job.cancelled]
         wait_for(lambda: all(e and (e[-1].finish or e[-1].error) for e in left))

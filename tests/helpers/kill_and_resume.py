@@ -4,8 +4,6 @@ Builds run in forked children of a process that has made one itself, and so has 
 kill costs a second, and hits the build's own work.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -30,7 +28,7 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 """
 
 
-def main() -> None:
+def main():
     """Kill builds; raise unless each that ends, and what each leaves, is right."""
     model, text, directory, wanted = *map(Path, sys.argv[1:4]), int(sys.argv[4])
     recipe, chance = parse_recipe(RECIPE.replace("VERSIONS", sys.argv[5]), "test"), random.Random(0)

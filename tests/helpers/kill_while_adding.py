@@ -30,7 +30,7 @@ def adding(root: Path, kill: int | None, log: Path | None = None) -> bool:
     """Add w2 in a child that dies before its step number `kill`; whether it did. `log` is told of every step."""
     steps: list[str] = []
 
-    def step(event: str, arguments: tuple[object, ...]) -> None:
+    def step(event: str, arguments: tuple[object, ...]):
         relative = event in ("os.remove", "os.rmdir") and arguments[-1] != -1  # as a folder is removed
         if event in STEPS and (relative or str(root) in str(arguments[0])):
             steps.append(event)
@@ -41,7 +41,7 @@ def adding(root: Path, kill: int | None, log: Path | None = None) -> bool:
         if len(steps) - 1 == kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def work() -> None:
+    def work():
         sys.addaudithook(step)
         add(root / "b", root / "w", ["w2"])
         if log is not None:
@@ -54,7 +54,7 @@ def adding(root: Path, kill: int | None, log: Path | None = None) -> bool:
     return bool(status)
 
 
-def main() -> None:
+def main():
     """Kill, look, go on."""
     kept, directory = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
@@ -93,7 +93,7 @@ def main() -> None:
     print(f"killed {total} times: old and new", counts[False], counts[True])
 
 
-def restart(start: Path, root: Path) -> None:
+def restart(start: Path, root: Path):
     """Put everything back."""
     shutil.rmtree(root)
     shutil.copytree(start, root)

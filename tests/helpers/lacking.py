@@ -25,11 +25,11 @@ ABSENT = (
 PROMPT, TOKENS = "The history of", 5
 
 
-def hide(names: Iterable[str]) -> None:
+def hide(names: Iterable[str]):
     """Let imports of packages fail, and `find_spec` find none."""
     for name in names:
         for loaded in [name, *(m for m in sys.modules if m.startswith(f"{name}."))]:
-            sys.modules[loaded] = None  # type: ignore[assignment]
+            sys.modules[loaded] = None
 
 
 def core(folder: Path, checkpoint: str, text: str, bundle: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def core(folder: Path, checkpoint: str, text: str, bundle: str) -> dict[str, Any
     }
 
 
-def answer(bundle: str, **more: Any) -> Any:
+def answer(bundle: str, **more):
     """What a server of the bundle answers a completion with."""
     from served import ask
 
@@ -94,7 +94,7 @@ def refusals(folder: Path, checkpoint: str, text: str, bundle: str) -> dict[str,
     return out | {"serve": cli("serve", bundle)}
 
 
-def main() -> None:
+def main():
     """Fork for each name."""
     import torch  # noqa: F401  # which all children need
 
@@ -103,7 +103,7 @@ def main() -> None:
         folder = Path(where) / name
         folder.mkdir(parents=True)
 
-        def work(name: str = name, folder: Path = folder) -> None:
+        def work(name: str = name, folder: Path = folder):
             hide(ABSENT if name == "all" else [name])
             said = core(folder, *given)
             if name == "all":

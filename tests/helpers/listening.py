@@ -32,7 +32,7 @@ class Listener:
     needs = contract.Needs(interval=0.02, prompts=True, sums=(GATES,))
     heard: list[contract.Event]
 
-    def __init__(self, setting: contract.Setting, options: Options) -> None:
+    def __init__(self, setting: contract.Setting, options: Options):
         Listener.heard = self.mine = []
 
     def decide(self, event: contract.Event) -> contract.Wanted | None:
@@ -56,7 +56,7 @@ def listened_to(bundle: Path) -> Iterator[Any]:
             yield made
 
 
-def heard(model: Any, until: Callable[[list[contract.Event]], bool] = lambda events: True) -> list[contract.Event]:
+def heard(model, until: Callable[[list[contract.Event]], bool] = lambda events: True) -> list[contract.Event]:
     """Of one sequence or several, once everything has been heard."""
     statistics = model.moepack.manager.statistics
     wait_for(lambda: until(Listener.heard) and not statistics._told and not statistics._ended)

@@ -27,14 +27,14 @@ _loaded: list[weakref.ref[Any]] = []
 ROOM = 1_900_000  # for three quarters of the experts at bf16, beside all at w2
 
 
-def least(bundle: Path, policy: str = FAST, **options: Any) -> int:
+def least(bundle: Path, policy: str = FAST, **options) -> int:
     """The smallest budget that would do."""
     with pytest.raises(TooSmallError) as refused:
         load(bundle, policy, 1000, **options)
     return refused.value.least
 
 
-def load(bundle: Path, policy: str = FAST, budget: int | None = None, room: int = ROOM, **options: Any) -> Any:
+def load(bundle: Path, policy: str = FAST, budget: int | None = None, room: int = ROOM, **options):
     """A model; without a budget given, in the smallest and so much room."""
     if budget is None:
         budget = least(bundle, policy, **options) + room
@@ -43,48 +43,46 @@ def load(bundle: Path, policy: str = FAST, budget: int | None = None, room: int 
     return made
 
 
-def close_all() -> None:
+def close_all():
     """Close every model that `load` made."""
     while _loaded:
         if (serving := _loaded.pop()()) is not None:
             serving.close()
 
 
-def logits(model: Any, tokens: torch.Tensor, **given: Any) -> torch.Tensor:
+def logits(model, tokens: torch.Tensor, **given) -> torch.Tensor:
     """Of a pass, without a cache unless one is given."""
     with torch.inference_mode():
         return model(tokens, **{"use_cache": False, **given}).logits
 
 
-def run(model: Any, seed: int) -> torch.Tensor:
+def run(model, seed: int) -> torch.Tensor:
     """Logits of a pass of as many tokens as a budget has room for, without a cache."""
     return logits(model, ids(seed, 512))
 
 
-def same(model: Any, of: Any, *sizes: int) -> None:
+def same(model, of, *sizes: int):
     """Check that passes of so many tokens give the bits of another model, or these logits by size."""
     for n in sizes:
         want = of[n] if isinstance(of, dict) else logits(of, ids(n, n))
         assert torch.equal(logits(model, ids(n, n)), want), n
 
 
-def same_at_once(model: Any, of: Any, sizes: tuple[int, ...], threads: int, rounds: int) -> None:
+def same_at_once(model, of, sizes: tuple[int, ...], threads: int, rounds: int):
     """Check the same on threads, each of which begins at another size."""
     at_once(lambda seed: same(model, of, *(sizes[(seed + i) % len(sizes)] for i in range(rounds))), threads)
 
 
-def at(model: Any, name: str) -> int:
+def at(model, name: str) -> int:
     """How many experts are in a placement."""
     return sum(row.count(name) for row in model.moepack.versions)
 
 
-def stop_after(
-    patch: pytest.MonkeyPatch, owner: Any, name: str, calls: int, error: type[BaseException] = KeyboardInterrupt
-) -> None:
+def stop_after(patch: pytest.MonkeyPatch, owner, name: str, calls: int, error: type[BaseException] = KeyboardInterrupt):
     """Raise at the end of a function's call of this number."""
     real, number = getattr(owner, name), itertools.count(1)
 
-    def stops(*args: Any) -> Any:
+    def stops(*args):
         out = real(*args)
         if next(number) == calls:
             raise error("stopped")
@@ -97,7 +95,7 @@ def ids(seed: int, size: int = 64, batch: int = 1) -> torch.Tensor:
     return torch.randint(1, 4000, (batch, size), generator=torch.Generator().manual_seed(seed))
 
 
-def wait_for(what: Callable[[], bool], model: Any = None) -> None:
+def wait_for(what: Callable[[], bool], model=None):
     """Serve, by a model or a function, until something has come about."""
     end = time.monotonic() + PATIENCE
     while not what():
@@ -109,7 +107,7 @@ def wait_for(what: Callable[[], bool], model: Any = None) -> None:
         time.sleep(0.005)
 
 
-def check_exact(model: Any, bundle: Path) -> int:
+def check_exact(model, bundle: Path) -> int:
     """Every active version is what the bundle holds, bit by bit; returns how many are lossless."""
     opened, lossless = open_bundle(bundle), 0
     for position, layer in enumerate(model.moepack.layers):
@@ -127,7 +125,7 @@ def check_exact(model: Any, bundle: Path) -> int:
     return lossless
 
 
-def plain_twin(model: Any, checkpoint: Path) -> Any:
+def plain_twin(model, checkpoint: Path):
     """transformers' own model, in float32, with the very weights that a model serves."""
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     for layer, experts in zip(model.moepack.bundle.layers, model.moepack.layers, strict=True):
@@ -148,13 +146,13 @@ def rooms(plan: Plan, kv: int = 0) -> list[int]:
     return [n // (row[0] - row[-1]) for n, row in zip(plan.capacity(kv), plan.growing(), strict=True)]
 
 
-def _extent(model: Any, expert: int, layer: int) -> torch.Tensor:
+def _extent(model, expert: int, layer: int) -> torch.Tensor:
     found: torch.Tensor = model.moepack.layers[layer].current.handles[expert].extent
     return found
 
 
 @contextlib.contextmanager
-def hurt_expert(model: Any, expert: int, layer: int) -> Iterator[None]:
+def hurt_expert(model, expert: int, layer: int) -> Iterator[None]:
     """Every weight of an expert that is served at bf16 is NaN inside the context."""
     extent = _extent(model, expert, layer)
     before = extent.clone()
@@ -165,11 +163,11 @@ def hurt_expert(model: Any, expert: int, layer: int) -> Iterator[None]:
         extent.copy_(before)
 
 
-def hurt_when_loaded(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+def hurt_when_loaded(monkeypatch: pytest.MonkeyPatch, module: ModuleType):
     """From now on, an expert of each model that a module loads is NaN; its bundle stays as it is."""
     load = module.load_model
 
-    def hurting(*given: Any) -> Any:
+    def hurting(*given):
         model = load(*given)
         _extent(model, 5, 1).fill_(0xFF)
         return model

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,12 +33,12 @@ def anonymous() -> int:
 class Sampler:
     """The most anonymous memory there was, looked at every millisecond."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.peak, self._stop = 0, False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self):
         while not self._stop:
             self.peak = max(self.peak, anonymous())
             time.sleep(0.001)
@@ -51,12 +50,12 @@ class Sampler:
         return self.peak
 
 
-def ids(model: Any, tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+def ids(model, tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
     drawn = torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
     return drawn.to(model.device)
 
 
-def promote(model: Any) -> None:
+def promote(model):
     """Serve until the budget is full, five seconds at the most."""
     end = time.monotonic() + 5
     while time.monotonic() < end and model.moepack.tracker.free > 8 << 20:
@@ -64,7 +63,7 @@ def promote(model: Any) -> None:
 
 
 @torch.inference_mode()
-def serve(model: Any) -> None:
+def serve(model):
     """Promotions to the budget's brim, caches that grow past what was asked and die, prefills at the peak."""
     promote(model)
     cache = None
@@ -80,7 +79,7 @@ def serve(model: Any) -> None:
     model(ids(model, 512), use_cache=True)
 
 
-def main() -> None:
+def main():
     """Warm up, load, serve, print."""
     bundle, tiny, budget, *rest = sys.argv[1:]
     device = rest[0] if rest else "cpu"

@@ -65,7 +65,7 @@ def problems(wheel: Path) -> list[str]:
     return out
 
 
-def check(wheel: Path) -> None:
+def check(wheel: Path):
     """Print what is wrong with a wheel, and end with exit code 1 if anything is."""
     found = problems(wheel)
     print(*found, sep="\n", end="\n" * bool(found))
@@ -81,7 +81,7 @@ def interpreter(version: str) -> str | None:
     return found.stdout.strip() or None
 
 
-def ask(command: Sequence[str], path: str, body: dict[str, Any], **options: Any) -> Any:
+def ask(command: Sequence[str], path: str, body: dict[str, Any], **options):
     """Start a server of the model `m`, ask it once, and end it as an engine of containers would. Returns the answer."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
@@ -145,7 +145,7 @@ def try_on(python: str, wheel: Path) -> str:
     return f"Python {version.strip()}: demo and server ran, kernels at level {level}, answer {said!r}, {took:.0f} s"
 
 
-def try_all(wheel: Path) -> None:
+def try_all(wheel: Path):
     """Try the wheel on each of PYTHONS that is here, and say of each what happened. Ends with 1 if none was here."""
     tried = 0
     for version in PYTHONS:

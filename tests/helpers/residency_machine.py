@@ -23,43 +23,43 @@ class Machine(RuleBasedStateMachine):
     sim: Simulation
 
     @initialize(kind=st.sampled_from(KINDS))
-    def load(self, kind: Kind) -> None:
+    def load(self, kind: Kind):
         self.sim = Simulation(kind)
         if type(self).plant is not None:
             type(self).plant(self.sim)
 
     @rule()
     @precondition(lambda self: len(self.sim.readers) < 4)
-    def begin(self) -> None:
+    def begin(self):
         self.sim.begin()
 
     @rule(compute_goes_on=st.booleans(), which=st.integers(0, 3))
     @precondition(lambda self: self.sim.readers)
-    def end(self, compute_goes_on: bool, which: int) -> None:
+    def end(self, compute_goes_on: bool, which: int):
         windows = list(self.sim.readers)
         self.sim.end(windows[which % len(windows)], compute_goes_on)
 
     @rule()
     @precondition(lambda self: self.sim.draining)
-    def compute_ends(self) -> None:
+    def compute_ends(self):
         self.sim.draining.pop(0)[0].ended = True
 
     @rule(wanted=st.dictionaries(st.sampled_from(KEYS), st.integers(0, 4), max_size=7), exact=st.booleans())
-    def policy(self, wanted: dict[tuple[int, int], int], exact: bool) -> None:
+    def policy(self, wanted: dict[tuple[int, int], int], exact: bool):
         base = self.sim.kind.base
         self.sim.transitions.want({key: min(version, base) for key, version in wanted.items()}, exact=exact)
 
     @rule()
-    def tick(self) -> None:
+    def tick(self):
         self.sim.transitions.tick()
 
     @rule(which=st.integers(0, 7), how=st.sampled_from(["good", "good", "good", "damaged", "failed"]))
     @precondition(lambda self: self.sim.jobs)
-    def copy_ends(self, which: int, how: str) -> None:
+    def copy_ends(self, which: int, how: str):
         self.sim.finish(which % len(self.sim.jobs), how == "damaged", how == "failed")
 
     @rule(rounds=st.integers(1, 3), compute_goes_on=st.booleans())
-    def serve(self, rounds: int, compute_goes_on: bool) -> None:
+    def serve(self, rounds: int, compute_goes_on: bool):
         """Copies that go well, and forward passes one after another: else few promotions would get through."""
         for _ in range(rounds):
             self.sim.transitions.tick()
@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
             self.sim.check()
 
     @rule(pages=st.integers(1, 4))
-    def kv_grows(self, pages: int) -> None:
+    def kv_grows(self, pages: int):
         transitions = self.sim.transitions
         try:
             transitions.grow_kv(pages * PAGE)
@@ -82,19 +82,19 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     @precondition(lambda self: self.sim.transitions.kv_bytes >= PAGE)
-    def kv_shrinks(self) -> None:
+    def kv_shrinks(self):
         self.sim.transitions.shrink_kv(PAGE)
 
     @rule(seconds=st.sampled_from([0.1, 40.0]))
-    def time_passes(self, seconds: float) -> None:
+    def time_passes(self, seconds: float):
         self.sim.now += seconds
 
     @invariant()
-    def everything_holds(self) -> None:
+    def everything_holds(self):
         Machine.steps += 1
         self.sim.check()
 
-    def teardown(self) -> None:
+    def teardown(self):
         """Left alone, it comes to rest with what is wanted: nothing ever blocks for good."""
         if type(self).plant is not None or not hasattr(self, "sim"):
             return

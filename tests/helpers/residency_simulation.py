@@ -78,7 +78,7 @@ class Violation(AssertionError):
 class SimEvent:
     """Ends when told to. Nobody may wait for it."""
 
-    def __init__(self, ended: bool = False) -> None:
+    def __init__(self, ended: bool = False):
         self.error: BaseException | None = None
         self.cancelled = False
         self.ended = ended
@@ -86,11 +86,11 @@ class SimEvent:
     def done(self) -> bool:
         return self.ended
 
-    def wait(self) -> None:
+    def wait(self):
         if not self.ended:
             raise Violation("3: something waits for an event")
 
-    def cancel(self) -> None:
+    def cancel(self):
         self.cancelled = True
 
 
@@ -106,7 +106,7 @@ NOWHERE = torch.empty(0, dtype=torch.uint8)
 class Simulation:
     """A residency and its transitions over a simulated device, with what readers see."""
 
-    def __init__(self, kind: Kind = DROPS) -> None:
+    def __init__(self, kind: Kind = DROPS):
         self.kind = kind
         self.now = 0.0
         self.loading = True
@@ -172,7 +172,7 @@ class Simulation:
             self.jobs.append((event, key, version, target))
         return event
 
-    def finish(self, index: int, damaged: bool = False, failed: bool = False) -> None:
+    def finish(self, index: int, damaged: bool = False, failed: bool = False):
         """End a copy: well, or with bytes that do not match their digest, or with an error."""
         event, key, version, target = self.jobs.pop(index)
         if failed or event.cancelled:
@@ -192,7 +192,7 @@ class Simulation:
     def mark(self) -> SimEvent:
         return self.marks.pop() if self.marks else SimEvent(ended=True)
 
-    def publish(self, key: Key, handle: tuple[int, Tensor]) -> None:
+    def publish(self, key: Key, handle: tuple[int, Tensor]):
         version, tensor = handle
         if tensor is not NOWHERE and (key, version, tensor.data_ptr()) not in self.finished:
             raise Violation(f"5: version {version} of {key} is published before its copy has ended")
@@ -205,7 +205,7 @@ class Simulation:
         self.readers[step], self.began[step] = seen, dict(seen)
         return int(step)
 
-    def end(self, step: int, compute_goes_on: bool) -> None:
+    def end(self, step: int, compute_goes_on: bool):
         reader = self.readers.pop(step)
         del self.began[step]
         if compute_goes_on:
@@ -220,7 +220,7 @@ class Simulation:
 
     # --- what must hold
 
-    def check(self) -> None:
+    def check(self):
         if not 0 <= self.tracker.reserved <= self.tracker.budget or self.tracker.peak > self.tracker.budget:
             raise Violation("2: more is reserved than the budget")
         taken = FIXED + self.tracker.held("kv")
@@ -274,11 +274,11 @@ class WaitingSimulation(Simulation):
     def fetch(self, key: Key, version: int, target: Tensor) -> SimEvent:
         event = super().fetch(key, version, target)
 
-        def wait() -> None:
+        def wait():
             while not event.ended:
                 self.finish(0, failed=self.fails(self.jobs[0][1]))
 
-        event.wait = wait  # type: ignore[method-assign]
+        event.wait = wait
         return event
 
     def fails(self, key: Key) -> bool:
@@ -293,7 +293,7 @@ def _inside(a: Tensor, memory: Tensor) -> bool:
     return memory.data_ptr() <= a.data_ptr() and a.data_ptr() + len(a) <= memory.data_ptr() + len(memory)
 
 
-def settled(simulation: Simulation, rounds: int = 60) -> None:
+def settled(simulation: Simulation, rounds: int = 60):
     """Let everything that is on its way end."""
     for _ in range(rounds):
         while simulation.jobs:

@@ -7,22 +7,22 @@ import json
 from typing import Any
 
 
-def ask(server: Any, body: dict[str, Any]) -> Any:
+def ask(server, body: dict[str, Any]):
     """The JSON that a server's application answers a completion with; it is closed then."""
     return ask_at_once(server, [body])[0]
 
 
-def ask_at_once(server: Any, bodies: list[dict[str, Any]]) -> list[Any]:
+def ask_at_once(server, bodies: list[dict[str, Any]]) -> list[Any]:
     """The answers to completions that are asked for at once."""
 
     async def talk(body: dict[str, Any]) -> list[dict[str, Any]]:
         sent: list[dict[str, Any]] = []
         unread = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
-        async def receive() -> Any:
+        async def receive():
             return unread.pop() if unread else await asyncio.Event().wait()
 
-        async def send(message: Any) -> None:
+        async def send(message):
             sent.append(message)
 
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions"}

@@ -45,14 +45,14 @@ def post(url: str, body: dict[str, Any] | bytes | None, **headers: str) -> bytes
         return bytes(answer.read())
 
 
-def ask(url: str, prompt: str, **more: Any) -> dict[str, Any]:
+def ask(url: str, prompt: str, **more) -> dict[str, Any]:
     """The choice of a greedy completion."""
     body = {"model": NAME, "prompt": prompt, "temperature": 0, **more}
     choice: dict[str, Any] = json.loads(post(f"{url}/v1/completions", body))["choices"][0]
     return choice
 
 
-def chunks_of(reply: Any, events: list[Any]) -> list[Any]:
+def chunks_of(reply, events: list[Any]) -> list[Any]:
     """What a reply sends for these events of a job, each in a batch of its own."""
 
     async def batches() -> AsyncIterator[list[tuple[int, Any]]]:
@@ -77,12 +77,12 @@ class Running:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def client(self, **options: Any) -> Any:
+    def client(self, **options):
         openai = pytest.importorskip("openai")
         given = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": PATIENCE, **options}
         return openai.OpenAI(**given)
 
-    def idle(self) -> None:
+    def idle(self):
         """Wait until nobody is answered."""
         until = time.monotonic() + PATIENCE
         scheduler = self.server.scheduler
@@ -91,7 +91,7 @@ class Running:
             time.sleep(0.01)
 
 
-def begin(model: Any, tokenizer: Any, options: Options) -> tuple[Running, Callable[[], None]]:
+def begin(model, tokenizer, options: Options) -> tuple[Running, Callable[[], None]]:
     """Serve on a free port until the function is called."""
     server = Server(model, tokenizer, options)
     listener = socket.socket()
@@ -103,7 +103,7 @@ def begin(model: Any, tokenizer: Any, options: Options) -> tuple[Running, Callab
     thread.start()
     uvicorn = answering.get(timeout=PATIENCE)
 
-    def end() -> None:
+    def end():
         uvicorn.should_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -112,7 +112,7 @@ def begin(model: Any, tokenizer: Any, options: Options) -> tuple[Running, Callab
 
 
 @contextmanager
-def serving(model: Any, tokenizer: Any, options: Options) -> Iterator[Running]:
+def serving(model, tokenizer, options: Options) -> Iterator[Running]:
     """Serve a model, and close it in the end."""
     found, end = begin(model, tokenizer, options)
     try:
@@ -123,7 +123,7 @@ def serving(model: Any, tokenizer: Any, options: Options) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(bundle: Path) -> Any:
+def tokenizer(bundle: Path):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(bundle)
@@ -135,27 +135,27 @@ def options() -> Options:
 
 
 @pytest.fixture(scope="session")
-def running(bundle: Path, tokenizer: Any, options: Options) -> Iterator[Running]:
+def running(bundle: Path, tokenizer, options: Options) -> Iterator[Running]:
     budget = {"device_memory": BUDGET, "prefill_tokens": 64, "all_logits": False}
     with serving(moepack.load(bundle, policy="hotness:interval=0.2", **budget), tokenizer, options) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def client(exact: Running) -> Any:
+def client(exact: Running):
     """OpenAI's client of the server whose answers do not change: no version does."""
     return exact.client()
 
 
 @pytest.fixture(scope="session")
-def exact(bundle: Path, tokenizer: Any, options: Options) -> Iterator[Running]:
+def exact(bundle: Path, tokenizer, options: Options) -> Iterator[Running]:
     """Another one, without a budget: every expert at bf16, in float32, where a batch changes next to nothing."""
     with serving(moepack.load(bundle, policy="static:bf16", dtype=torch.float32), tokenizer, options) as found:
         yield found
 
 
 @pytest.fixture(scope="session")
-def plain(demo_model: Path) -> Any:
+def plain(demo_model: Path):
     """The checkpoint of that one, in plain transformers."""
     from transformers import AutoModelForCausalLM
 

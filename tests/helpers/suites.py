@@ -151,7 +151,7 @@ def is_full(name: str) -> bool:
     return False
 
 
-def check_few(names: Sequence[str]) -> None:
+def check_few(names: Sequence[str]):
     """Raise UsageError where FEW leaves out more than it says: no case has a word of it, or a test has no case left.
 
     `names` are of all cases of some files.

@@ -49,10 +49,10 @@ metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
 class Notes(Reporter):
     """Keeps the notes of a build."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.notes: list[str] = []
 
-    def note(self, text: str) -> None:
+    def note(self, text: str):
         self.notes.append(text)
 
 
@@ -78,7 +78,7 @@ def ok(result: tuple[int, str, str]) -> str:
     return out
 
 
-def refused(result: tuple[int, str, str], *words: str) -> None:
+def refused(result: tuple[int, str, str], *words: str):
     """See that a command failed with one line on stderr, which has these words."""
     code, out, err = result
     lines = [line for line in err.splitlines() if line.strip()]
@@ -86,7 +86,7 @@ def refused(result: tuple[int, str, str], *words: str) -> None:
     assert [word for word in words if word not in lines[0]] == [], lines[0]
 
 
-def python(*words: str | Path, **how: Any) -> str:
+def python(*words: str | Path, **how) -> str:
     """What Python prints in a process of its own, which must end well."""
     environment = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     run = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, **(environment | how))
@@ -122,22 +122,22 @@ def forked(work: Callable[[], object]) -> int:
         os._exit(1)
 
 
-def spy(patch: pytest.MonkeyPatch, owner: object, name: str, look: Callable[..., object]) -> None:
+def spy(patch: pytest.MonkeyPatch, owner, name: str, look: Callable[..., object]):
     """Call `look` with a function's arguments before each of its calls, which `look` may stop by raising."""
     real = getattr(owner, name)
 
-    def call(*args: Any, **more: Any) -> Any:
+    def call(*args, **more):
         look(*args, **more)
         return real(*args, **more)
 
     patch.setattr(owner, name, call)
 
 
-def running(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[int]:
+def running(patch: pytest.MonkeyPatch, owner, name: str) -> list[int]:
     """How many calls of a function run at once, noted as each begins."""
     real, lock, now, seen = getattr(owner, name), threading.Lock(), set[int](), list[int]()
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         with lock:
             now.add(threading.get_ident())
             seen.append(len(now))
@@ -151,7 +151,7 @@ def running(patch: pytest.MonkeyPatch, owner: object, name: str) -> list[int]:
     return seen
 
 
-def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]):
     """Change the tensors of a checkpoint of one file."""
     from safetensors.torch import load_file, save_file
 
@@ -160,11 +160,11 @@ def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]) -
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
 
 
-def at_once(work: Callable[[int], object], count: int) -> None:
+def at_once(work: Callable[[int], object], count: int):
     """Call `work(0)`, `work(1)`, ... each on a thread of its own; wait for all, and raise the first error."""
     errors: list[BaseException] = []
 
-    def guarded(n: int) -> None:
+    def guarded(n: int):
         try:
             work(n)
         except BaseException as error:
@@ -202,7 +202,7 @@ def smaps(first: int, last: int, what: str = "Rss") -> tuple[int, int]:
     return total, mappings
 
 
-def flip(file: Path, *offsets: int) -> None:
+def flip(file: Path, *offsets: int):
     """Change a bit of the bytes at these offsets, which may count from the file's end."""
     data = bytearray(file.read_bytes())
     for at in offsets:
@@ -210,14 +210,14 @@ def flip(file: Path, *offsets: int) -> None:
     file.write_bytes(data)
 
 
-def damage(bundle: Path, version: str, position: int, experts: Iterable[int], at: int = 100) -> None:
+def damage(bundle: Path, version: str, position: int, experts: Iterable[int], at: int = 100):
     """Change a bit of some experts of a layer, so many bytes after they begin; a second call undoes it."""
     opened = open_bundle(bundle)
     stored = opened.layer_file(version, position)
     flip(bundle / expert_file(version, opened.layers[position].index), *(stored.offset(e) + at for e in experts))
 
 
-def ids(tokens: int = 24, seed: int = 0, batch: int = 1) -> Any:
+def ids(tokens: int = 24, seed: int = 0, batch: int = 1):
     """Random token numbers of the demo model, [batch, tokens]."""
     import torch  # not above: scripts set its environment first
 
@@ -236,7 +236,7 @@ def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
 
 
-def exported_down(bundle: Path, out: Path, layer: int, expert: int) -> Any:
+def exported_down(bundle: Path, out: Path, layer: int, expert: int):
     """An expert's `down` of a checkpoint that is exported from a bundle's w4."""
     from safetensors.torch import load_file
 

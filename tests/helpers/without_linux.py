@@ -42,7 +42,7 @@ def ours(frame: FrameType | None) -> bool:
     return False
 
 
-def refuse(event: str, arguments: tuple[Any, ...]) -> None:
+def refuse(event: str, arguments: tuple[Any, ...]):
     """An audit hook: let moepack open no file of Linux's, and find none of its functions."""
     if event == "open" and str(arguments[0]).startswith(FOLDERS) and ours(sys._getframe(1)):
         refused.add(str(arguments[0]))
@@ -52,7 +52,7 @@ def refuse(event: str, arguments: tuple[Any, ...]) -> None:
         raise AttributeError(f"{arguments[1]}: not on macOS")
 
 
-def hide() -> None:
+def hide():
     """Make the names absent."""
     for module, names in MODULES.items():
         for name in names:
@@ -61,16 +61,16 @@ def hide() -> None:
     sys.addaudithook(refuse)
     read = os.readlink
 
-    def readlink(path: Any, **more: Any) -> Any:
+    def readlink(path, **more):
         if str(path).startswith(FOLDERS) and ours(sys._getframe(1)):
             raise FileNotFoundError(2, "not on macOS", path)
         return read(path, **more)
 
     os.readlink = readlink
-    sys.modules["triton"] = None  # type: ignore[assignment]
+    sys.modules["triton"] = None
 
 
-def main() -> None:
+def main():
     """Run the commands."""
     import torch
 

@@ -1,11 +1,8 @@
 """Mistakes that can be found without torch are reported before it is imported, which takes seconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
-from pathlib import Path
 
 import pytest
 from support import python, spy
@@ -26,7 +23,7 @@ for words in json.loads(sys.argv[1]):
 """
 
 
-def test_mistakes_are_reported_without_torch(bundle: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_without_torch(bundle, tmp_path):
     there, gone, empty = str(bundle), str(tmp_path / "gone"), str(tmp_path)
     prompt, memory, text = ("-p", "x"), ("--device-memory", "1GB"), ("-d", "x")
     cases = [
@@ -57,13 +54,13 @@ def test_mistakes_are_reported_without_torch(bundle: Path, tmp_path: Path) -> No
         assert expected in said and imported == [], words
 
 
-def test_a_plan_passes_over_a_damaged_cache(bundle: Path, tmp_path: Path) -> None:
+def test_a_plan_passes_over_a_damaged_cache(bundle, tmp_path):
     """Plans read what an earlier one kept, and measure anew where that is damaged or cannot be written."""
     from moepack.reports.plan import plan
     from moepack.runtime.planning import fixed
     from moepack.runtime.planning.options import LoadOptions
 
-    measured, options = list[object](), LoadOptions(device_memory="1GB", prefill_tokens=16)
+    measured, options = [], LoadOptions(device_memory="1GB", prefill_tokens=16)
     with pytest.MonkeyPatch.context() as patch:
         spy(patch, fixed, "measure", lambda *given: measured.append(given))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -81,8 +78,8 @@ def test_a_plan_passes_over_a_damaged_cache(bundle: Path, tmp_path: Path) -> Non
         assert plan(bundle, options).fixed == first.fixed and len(measured) == 8
 
 
-def test_only_commands_that_serve_leave_libraries_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules: dict[str, object] = {"scipy": sys}
+def test_only_commands_that_serve_leave_libraries_out(monkeypatch):
+    modules = {"scipy": sys}
     with monkeypatch.context() as patch:
         patch.setattr(sys, "modules", modules)
         leave_out("build")

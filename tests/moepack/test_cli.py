@@ -1,7 +1,5 @@
 """The command line: what it prints and where, and one clear line with exit code 2 for every bad input."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -9,9 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -27,7 +23,7 @@ RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, le
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text(RECIPE)
     return path
@@ -36,7 +32,7 @@ def recipe(tmp_path: Path) -> Path:
 # --- what works
 
 
-def test_help_imports_no_large_library_and_names_every_command() -> None:
+def test_help_imports_no_large_library_and_names_every_command():
     """Each of these takes longer to import than all that parsing a command line needs."""
     run = [sys.executable, "-X", "importtime", "-m", "moepack", "--help"]
     out = subprocess.run(run, capture_output=True, text=True, check=True)
@@ -48,15 +44,13 @@ def test_help_imports_no_large_library_and_names_every_command() -> None:
     assert [name for name in names if f"\n  {name} " not in out.stdout] == []
 
 
-def test_version() -> None:
+def test_version():
     import moepack
 
     assert cli("--version") == (0, f"moepack {moepack.__version__}\n", "")
 
 
-def test_build_verify_eval_generate(
-    demo_model: Path, text: Path, recipe: Path, evaluation: Path, tmp_path: Path
-) -> None:
+def test_build_verify_eval_generate(demo_model, text, recipe, evaluation, tmp_path):
     """Stdout is JSON alone; progress goes to stderr, and -q leaves it out."""
     bundle = tmp_path / "b"
     code, out, err = cli("build", demo_model, "-o", bundle, "-r", recipe, "-c", text, "--json")
@@ -73,7 +67,7 @@ def test_build_verify_eval_generate(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "recipe.yaml"]
 
 
-def test_inspect_json_has_the_keys_others_rely_on(bundle: Path, tmp_path: Path) -> None:
+def test_inspect_json_has_the_keys_others_rely_on(bundle, tmp_path):
     code, out, err = cli("inspect", bundle, "--json", "--plot", tmp_path / "x" / "plot.png")
     facts = json.loads(out)
     assert code == 0 and err == ""
@@ -89,9 +83,7 @@ def test_inspect_json_has_the_keys_others_rely_on(bundle: Path, tmp_path: Path) 
     assert (tmp_path / "x" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_reports_go_to_stdout_and_progress_to_stderr(
-    bundle: Path, demo_model: Path, recipe: Path, text: Path, evaluation: Path, tmp_path: Path
-) -> None:
+def test_reports_go_to_stdout_and_progress_to_stderr(bundle, demo_model, recipe, text, evaluation, tmp_path):
     building = (demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text)
     few = ("--length", "32", "--samples", "2", "--policy", "static:w2")
     for command, words, progress in (
@@ -108,13 +100,13 @@ def test_reports_go_to_stdout_and_progress_to_stderr(
         assert progress in err and (progress or not err) and not any(word in err for word in words), (command, err)
 
 
-def test_reports_keep_brackets(bundle: Path, tmp_path: Path) -> None:
+def test_reports_keep_brackets(bundle, tmp_path):
     (tmp_path / "a [bold] name").symlink_to(bundle)
     shown = cli("plan", tmp_path / "a [bold] name", "--device-memory", "40MB")[1]
     assert "a[bold]name" in "".join(shown.split()), "wherever its lines break"
 
 
-def test_doctor() -> None:
+def test_doctor():
     code, out, _ = cli("doctor", "--json")
     facts = json.loads(out)
     assert code == 0 and facts["problems"] == [] and facts["can_build"] is True
@@ -126,7 +118,7 @@ def test_doctor() -> None:
     assert list(direct) == ["1", "2", "4", "8"] and all(rate is None or rate > 1e6 for rate in direct.values())
 
 
-def test_doctor_prints_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_units(monkeypatch):
     facts = {
         "libraries": {"torch": "2.11", "hqq": None},
         "can_build": True,
@@ -144,14 +136,14 @@ def test_doctor_prints_units(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
-def test_doctor_asks_triton_itself() -> None:
+def test_doctor_asks_triton_itself():
     """Triton is there, and yet no kernel starts: for want of a GPU here, and of a C compiler in a slim image."""
     pytest.importorskip("triton")
     why = triton_fails()
     assert why is None if torch.cuda.is_available() else why and "active drivers" in why
 
 
-def test_errors_have_sizes_in_the_users_unit() -> None:
+def test_errors_have_sizes_in_the_users_unit():
     """Rounded up, so that they suffice, and down where they are the most."""
     text = "20000000 bytes are too few: the least is 1,073,741,825 bytes for 2048 cached tokens; at most 1999 bytes"
     for like, expected in (
@@ -169,7 +161,7 @@ def test_errors_have_sizes_in_the_users_unit() -> None:
     assert pickle.loads(pickle.dumps(parse_size("3g"))).text == "3g"
 
 
-def test_sizes() -> None:
+def test_sizes():
     sizes = {"4096": 4096, "24GiB": 24 * 2**30, "1.5g": 1_500_000_000, "800 MB": 800_000_000, "2Ki": 2048}
     assert {text: parse_size(text) for text in sizes} == sizes
     for text in ("", "GiB", "12 parsecs", "-4", "1e3x"):
@@ -181,16 +173,16 @@ def test_sizes() -> None:
 
 
 @pytest.fixture
-def checkpoint(demo_model: Path, tmp_path: Path) -> Path:
+def checkpoint(demo_model, tmp_path):
     """A copy of the demo model that a test may damage."""
     return Path(shutil.copytree(demo_model, tmp_path / "checkpoint"))
 
 
-def edit_json(path: Path, **changes: object) -> None:
+def edit_json(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def shard(checkpoint: Path) -> None:
+def shard(checkpoint):
     """Cut the checkpoint into two shards with an index."""
     from safetensors.torch import load_file, save_file
 
@@ -205,21 +197,21 @@ def shard(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-def truncate(path: Path) -> None:
+def truncate(path):
     os.truncate(path, path.stat().st_size - 1000)
 
 
-def configured(**changes: object) -> Callable[[Path], object]:
+def configured(**changes):
     return lambda c: edit_json(c / CONFIG, **changes)
 
 
-def make_dense(checkpoint: Path) -> None:
+def make_dense(checkpoint):
     shutil.rmtree(checkpoint)
     tiny_models.save_tiny("qwen3", checkpoint)
 
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
+BAD_CHECKPOINTS = {
     "no config": (lambda c: (c / CONFIG).unlink(), ("config.json",)),
     "config not JSON": (lambda c: (c / CONFIG).write_text("{"), ("config.json", "not JSON")),
     "unknown family": (configured(model_type="mystery"), ("'mystery'", "upgrade")),
@@ -250,7 +242,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CHECKPOINTS)
-def test_bad_checkpoints(name: str, checkpoint: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+def test_bad_checkpoints(name, checkpoint, recipe, text, tmp_path):
     damage, words = BAD_CHECKPOINTS[name]
     damage(checkpoint)
     before = sorted(p for p in tmp_path.rglob("*"))
@@ -259,7 +251,7 @@ def test_bad_checkpoints(name: str, checkpoint: Path, recipe: Path, text: Path, 
     assert after == before and not list((tmp_path / "out").glob("*"))
 
 
-def test_bad_targets(demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+def test_bad_targets(demo_model, recipe, text, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("keep me")
     for target, word in ((tmp_path / "full", "not empty"), (recipe / "b", "cannot be written")):
@@ -272,7 +264,7 @@ def test_bad_targets(demo_model: Path, recipe: Path, text: Path, tmp_path: Path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "recipe.yaml"]
 
 
-def test_bad_recipes_and_text(demo_model: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+def test_bad_recipes_and_text(demo_model, recipe, text, tmp_path):
     build = ("build", demo_model, "-o", tmp_path / "b", "-q")
     recipe.write_text(RECIPE + "verions: [w4]\n")
     refused(cli(*build, "-r", recipe, "-c", text), "recipe.yaml", "did you mean 'versions'")
@@ -289,7 +281,7 @@ def test_bad_recipes_and_text(demo_model: Path, recipe: Path, text: Path, tmp_pa
     assert sorted(p.name for p in tmp_path.iterdir()) == ["recipe.yaml", "short.txt"]
 
 
-def test_bad_options(bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     evaluate = ("eval", bundle, "-d", evaluation, "-q", "--length", "32", "--samples", "1")
     refused(cli(*evaluate, "--device-memory", "1MB"), "a budget of 1MB ", "the least that would do is ", "MB")
     static = ("--policy", "static:w2", "--device-memory", "3MB")
@@ -336,11 +328,11 @@ def test_bad_options(bundle: Path, demo_model: Path, evaluation: Path, tmp_path:
     ],
     ids=lambda value: " ".join(value).encode("ascii", "replace").decode()[:40],
 )
-def test_options_that_are_meant_otherwise(bundle: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_options_that_are_meant_otherwise(bundle, arguments, words):
     refused(cli("generate", bundle, "-p", "The", *arguments), *words)
 
 
-def test_what_is_no_checkpoint_is_named(bundle: Path, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_named(bundle, demo_model, text, tmp_path):
     (tmp_path / "ggufs").mkdir()
     gguf = tmp_path / "ggufs" / "model-Q4_K_M.GGUF"
     gguf.write_bytes(b"GGUF")
@@ -362,14 +354,14 @@ def test_what_is_no_checkpoint_is_named(bundle: Path, demo_model: Path, text: Pa
             refused(cli("generate", model, "-p", "The"), str(model), *words)
 
 
-def test_a_dry_run_names_a_missing_shard(checkpoint: Path, recipe: Path, text: Path, tmp_path: Path) -> None:
+def test_a_dry_run_names_a_missing_shard(checkpoint, recipe, text, tmp_path):
     shard(checkpoint)
     (checkpoint / "model-1.safetensors").unlink()
     said = ok(cli("build", checkpoint, "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q", "--dry-run", "--json"))
     assert "of 2 files of weights 1 are missing, as model-1.safetensors" in said
 
 
-def test_a_terminal_that_shows_ascii_alone(bundle: Path, tmp_path: Path) -> None:
+def test_a_terminal_that_shows_ascii_alone(bundle, tmp_path):
     (tmp_path / "caf\u00e9").symlink_to(bundle)
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
     for command, word in (("inspect", b"bits/weight"), ("verify", b": good")):
@@ -379,7 +371,7 @@ def test_a_terminal_that_shows_ascii_alone(bundle: Path, tmp_path: Path) -> None
         assert command == "verify" or shown.stdout.isascii(), "the library of command lines writes UTF-8 by itself"
 
 
-def test_what_needs_no_torch_does_not_import_it(bundle: Path, demo_model: Path, tmp_path: Path) -> None:
+def test_what_needs_no_torch_does_not_import_it(bundle, demo_model, tmp_path):
     """Importing torch and transformers takes seconds; they are hidden here, so that an import would be an error."""
     hidden = (
         "import sys; sys.modules |= {'torch': None, 'transformers': None}; from moepack.cli import main; "
@@ -413,7 +405,7 @@ def test_what_needs_no_torch_does_not_import_it(bundle: Path, demo_model: Path, 
         ("nonesuch:", []),
     ],
 )
-def test_policies_and_their_options_are_completed(incomplete: str, expected: list[str]) -> None:
+def test_policies_and_their_options_are_completed(incomplete, expected):
     """By the shell's protocol of typer, in a process as a shell starts it."""
     words = f"moepack generate bundle --policy {incomplete}"
     environment = {
@@ -434,10 +426,8 @@ def test_policies_and_their_options_are_completed(incomplete: str, expected: lis
         (("eval",), "nothing was kept"),
     ],
 )
-def test_an_interrupted_command_says_how_it_goes_on(
-    command: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stopped(*_: object, **__: object) -> None:
+def test_an_interrupted_command_says_how_it_goes_on(command, words, tmp_path, monkeypatch):
+    def stopped(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
@@ -453,9 +443,7 @@ def test_an_interrupted_command_says_how_it_goes_on(
     assert err.count("\n") == 1
 
 
-def test_what_is_wrong_is_said_before_a_model_is_loaded(
-    bundle: Path, demo_model: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_said_before_a_model_is_loaded(bundle, demo_model, evaluation, tmp_path, monkeypatch):
     from moepack.reports import evaluate
 
     monkeypatch.setattr(evaluate, "load_shown", lambda *_, **__: pytest.fail("a model was loaded"))
@@ -480,7 +468,7 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     refused(cli("eval", demo_model, "-q", "-d", evaluation, "--trace", tmp_path / "t"), "a trace needs one")
 
 
-def test_a_bad_bundle(damaged: Path) -> None:
+def test_a_bad_bundle(damaged):
     """As programs read it. tests/pack/test_rules.py runs `verify` on a bundle for each rule of the format."""
     at = open_bundle(damaged).layer_file("w4", 2).offset(9) + 7
     flip(damaged / "experts/w4/layer-002.safetensors", at)
@@ -491,8 +479,8 @@ def test_a_bad_bundle(damaged: Path) -> None:
     refused(cli("generate", damaged, "-p", "The", "--policy", "static:w4"), "layer 2, expert 9, version w4")
 
 
-def test_verify_against_another_checkpoint(bundle: Path, checkpoint: Path) -> None:
-    def change(tensors: Any) -> None:
+def test_verify_against_another_checkpoint(bundle, checkpoint):
+    def change(tensors):
         tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
         tensors["model.norm.weight"][0] += 1
 

@@ -1,11 +1,7 @@
 """Text as it comes: stop strings, chats, what an interrupted answer leaves."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +20,8 @@ TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<a>{% endif %}"
 
 
-def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle: Path) -> None:
-    told: list[str] = []
+def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle):
+    told = []
     text = generate(bundle, "The history of", LoadOptions(policy="static:w4"), max_new_tokens=16, tell=told.append)
     model, tokenizer = moepack.load(bundle, policy="static:w4"), load_tokenizer(bundle)
     ids = tokenizer("The history of", return_tensors="pt").input_ids
@@ -37,15 +33,15 @@ def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle: Path) -> None
     assert stopped == text[: text.index(word)]
 
 
-def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> None:
-    def answers(fresh: bool) -> tuple[list[str], int]:
+def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle):
+    def answers(fresh):
         with Session(bundle, LoadOptions(policy="static:w4"), chat_template=TEMPLATE) as session:
             session.load(512, 64)
-            here, told, read = local_model(session, 8, GREEDY, ("\n",)), list[str](), list[int]()
+            here, told, read = local_model(session, 8, GREEDY, ("\n",)), [], []
             embeddings = session.model.get_input_embeddings()
             embeddings.register_forward_hook(lambda module, args, out: read.append(out.shape[1]))
 
-            def answer(messages: Any, tell: Any) -> str:
+            def answer(messages, tell):
                 if fresh:
                     session._cache = None
                 return here(messages, tell)
@@ -60,27 +56,25 @@ def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle: Path) -> Non
 
 
 @pytest.mark.parametrize("budget", [None, 40_000_000])
-def test_a_chat_on_a_gpu_keeps_a_cache_of_fixed_size_while_it_fits(
-    bundle: Path, budget: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_on_a_gpu_keeps_a_cache_of_fixed_size_while_it_fits(bundle, budget, monkeypatch):
     """Cut to a shared beginning, too; a GPU's counter of tokens is made inside a pass. Then it grows, in a budget."""
     from transformers.cache_utils import StaticCache, StaticLayer
 
     install(monkeypatch, computes=False)
     made = StaticLayer.lazy_initialization
 
-    def lazy(self: Any, *given: Any) -> None:
+    def lazy(self, *given):
         made(self, *given)
         self.cumulative_length = self.cumulative_length.clone()  # what a GPU's `.to` does
 
     monkeypatch.setattr(StaticLayer, "lazy_initialization", lazy)
-    fixed, read = list[bool](), list[int]()
+    fixed, read = [], []
     with Session(bundle, LoadOptions(policy="static:w4", device_memory=budget), chat_template=TEMPLATE) as session:
         session.load(64, 32)
         here = local_model(session, 4, GREEDY)
         session.model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(out.shape[1]))
 
-        def answer(messages: Any, tell: Any) -> str:
+        def answer(messages, tell):
             read.clear()
             text = here(messages, tell)
             fixed.append(isinstance(session._cache, StaticCache))
@@ -91,15 +85,15 @@ def test_a_chat_on_a_gpu_keeps_a_cache_of_fixed_size_while_it_fits(
         assert read[0] < 30, "the whole chat was read again"
 
 
-def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle: Path) -> None:
+def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle):
     with Session(bundle, LoadOptions(policy="hotness", device_memory=20_000_000), chat_template=TEMPLATE) as session:
         session.load(256, 16)
-        here, seen = local_model(session, 6, GREEDY), list[list[Any]]()
+        here, seen = local_model(session, 6, GREEDY), []
 
-        def interrupted(messages: Any, tell: Any) -> str:
+        def interrupted(messages, tell):
             seen.append(list(messages))
 
-            def stop(text: str) -> None:
+            def stop(text):
                 if len(seen) == 1:
                     raise KeyboardInterrupt
 
@@ -110,7 +104,7 @@ def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle: Path) -
         assert session.model.moepack.counters()["worker_failures"] == 0
 
 
-def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle: Path) -> None:
+def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle):
     prompt = "The history of the town " * 20
     with Session(bundle, LoadOptions(policy="static:w4", device_memory=40_000_000)) as session:
         session.load(256, 16)
@@ -118,7 +112,7 @@ def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle: Path) -> None:
     assert held == generate(bundle, prompt, LoadOptions(policy="static:w4"), max_new_tokens=8)
 
 
-def test_what_cannot_chat_says_so(bundle: Path) -> None:
+def test_what_cannot_chat_says_so(bundle):
     with pytest.raises(InputError, match="no chat template: give one with chat_template"):
         generate(bundle, "hi", messages=[{"role": "user", "content": "hi"}])
     with pytest.raises(InputError, match=r"does not take this chat: .*no system"):
@@ -129,7 +123,7 @@ def test_what_cannot_chat_says_so(bundle: Path) -> None:
         talk(server("http://127.0.0.1:9", None, 4, SamplingFlags(0.0)), lines=["hi"], tell=lambda text: None)
 
 
-def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands(bundle, tmp_path, monkeypatch):
     from transformers import GenerationConfig
 
     template = tmp_path / "template.jinja"
@@ -166,7 +160,7 @@ def test_the_commands(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [same] != others, "another seed each time"
 
 
-def test_the_example_model_can_be_chatted_with(demo_model: Path) -> None:
+def test_the_example_model_can_be_chatted_with(demo_model):
     """From a clone: `moepack chat examples/mini-qwen3-moe`."""
     example = ROOT / "examples" / demo_model.name
     with Session(example) as session:
@@ -174,7 +168,7 @@ def test_the_example_model_can_be_chatted_with(demo_model: Path) -> None:
         assert session.tokenizer.decode(ids) == "System: Be short.\nUser: hi\nAssistant:"
 
 
-def test_a_chat_with_a_server(bundle: Path) -> None:
+def test_a_chat_with_a_server(bundle):
     """The same words as here, by the official protocol; what the server refuses is said in its own words. In float32:
     packed passes and others round some BF16 numbers apart, and a token is then another."""
     pytest.importorskip("uvicorn")
@@ -186,7 +180,7 @@ def test_a_chat_with_a_server(bundle: Path) -> None:
     with serving(model, load_tokenizer(bundle), Options("mini", keys=("secret",), template=TEMPLATE)) as running:
         flags = SamplingFlags(0.7, temperature=0.9, top_k=20, min_p=0.05, repetition=1.2, seed=3)
         how = flags.over({})
-        lines, there, here = ["one and two", "three"], list[str](), list[str]()
+        lines, there, here = ["one and two", "three"], [], []
         talk(server(f"{running.url}/v1/", "secret", 8, flags, ("\n",)), "Be short.", lines, there.append)
         with Session(bundle, LoadOptions(policy="static:bf16", dtype="float32"), chat_template=TEMPLATE) as session:
             session.load(256, 64)

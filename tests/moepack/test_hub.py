@@ -13,10 +13,8 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,8 +38,6 @@ from moepack.reports.verify import verify
 from moepack.runtime.planning.options import LoadOptions
 from moepack.shared.progress import LineReporter, progress, size
 
-Edit = Callable[[Path, Callable[[dict], None]], None]
-
 
 @dataclass
 class Client:
@@ -50,16 +46,16 @@ class Client:
     hub: Hub
     cache: Path
 
-    def push(self, bundle: Path, *more: str) -> tuple[int, str, str]:
+    def push(self, bundle, *more):
         return cli("push", bundle, "someone/mini", "-q", *more)
 
-    def pull(self, to: Path, *more: str) -> tuple[int, str, str]:
+    def pull(self, to, *more):
         return cli("pull", "someone/mini", "-o", to, "-q", *more)
 
-    def killed_at(self, request: int, *arguments: str | Path) -> bool:
+    def killed_at(self, request, *arguments):
         """Run a command in a process that is killed when it sends its n-th request; False where it ended before."""
 
-        def kill(method: str, path: str) -> bool:
+        def kill(method, path):
             if len(self.hub.requests) >= request:
                 os.kill(child, signal.SIGKILL)
                 return True
@@ -73,26 +69,26 @@ class Client:
         finally:
             self.hub.cut = None
 
-    def reset(self) -> Client:
+    def reset(self):
         """With an empty Hub and nothing downloaded."""
         self.hub.clear()
         shutil.rmtree(self.cache, ignore_errors=True)
         return self
 
 
-def killed(child: int) -> bool:
+def killed(child):
     """Wait for a process to end; whether it was killed."""
     status = os.waitpid(child, 0)[1]
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def clients(tmp_path_factory):
     """The Hub library speaks to a stand-in. The picture of the same losses is drawn once."""
     server, hub, address = serve()
-    cache, draw, drawn = tmp_path_factory.mktemp("hub"), upload.plot, dict[str, bytes]()
+    cache, draw, drawn = tmp_path_factory.mktemp("hub"), upload.plot, {}
 
-    def plot(path: str | Path, out: Path) -> None:
+    def plot(path, out):
         files = [Path(path, name).read_bytes() for name in ("manifest.json", "calibration.safetensors")]
         of = repr((files, sorted(p.name for p in Path(path, "experts").iterdir())))
         if of not in drawn:
@@ -108,25 +104,25 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 
 @pytest.fixture
-def client(clients: Client) -> Client:
+def client(clients):
     """With an empty Hub and nothing downloaded."""
     return clients.reset()
 
 
 @pytest.fixture(scope="module")
-def hub_of_mini(clients: Client, bundle: Path) -> dict[str, Any]:
+def hub_of_mini(clients, bundle):
     """What a Hub holds once the bundle was pushed as someone/mini."""
     ok(clients.reset().push(bundle))
     return dict(vars(clients.hub))
 
 
 @pytest.fixture
-def pushed(hub_of_mini: dict[str, Any], client: Client) -> None:
+def pushed(hub_of_mini, client):
     """The client's Hub holds it."""
     vars(client.hub).update(copy.deepcopy(hub_of_mini))
 
 
-def test_push_and_pull_whole(client: Client, bundle: Path, tmp_path: Path) -> None:
+def test_push_and_pull_whole(client, bundle, tmp_path):
     assert json.loads(ok(client.push(bundle, "--json")))["repo"] == "someone/mini"
     sent = client.hub.files["someone/mini"]
     assert set(sent) == {*(str(p.relative_to(bundle)) for p in bundle.rglob("*") if p.is_file()), "losses.png"}
@@ -137,7 +133,7 @@ def test_push_and_pull_whole(client: Client, bundle: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("pushed")
-def test_pull_some_versions_fetches_only_those(client: Client, tmp_path: Path) -> None:
+def test_pull_some_versions_fetches_only_those(client, tmp_path):
     client.hub.requests.clear()
     ok(client.pull(tmp_path / "got", "--versions", "w4"))
     asked = {path for method, path in client.hub.requests if "/experts/" in path}
@@ -149,7 +145,7 @@ def test_pull_some_versions_fetches_only_those(client: Client, tmp_path: Path) -
     assert [v.name for v in moepack.open(tmp_path / "got").versions] == ["w4", "w2", "w1"]
 
 
-def test_pull_versions_of_dense_matrices(client: Client, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_pull_versions_of_dense_matrices(client, demo_model, text, tmp_path):
     """The most precise where none is named, the named one alone, another one later."""
     recipe = parse_recipe(
         "versions: [w4]\ndense: [w8, w4]\nquantize: {method: rtn}\ncalibration: {samples: 4, length: 64}\n", "r"
@@ -171,7 +167,7 @@ def test_pull_versions_of_dense_matrices(client: Client, demo_model: Path, text:
     refused(client.pull(tmp_path / "none", "--dense", "w3"), "no version w3 of dense matrices: it has bf16, w8, w4")
 
 
-def test_a_released_checkpoint(client: Client, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_released_checkpoint(client, demo_model, text, tmp_path):
     """Its versions come alone or all; what is pulled is what was pushed, and makes the checkpoint again."""
     released(small(demo_model, tmp_path / "plain"), tmp_path / "checkpoint", "ct nvfp4")
     recipe = "versions: [native, w2]\nquantize: {method: rtn}\ncalibration: {samples: 2, length: 64}\n"
@@ -200,13 +196,13 @@ def test_a_released_checkpoint(client: Client, demo_model: Path, text: Path, tmp
 
 
 @pytest.mark.usefixtures("pushed")
-def test_load_by_hub_id(client: Client, tmp_path: Path) -> None:
+def test_load_by_hub_id(client, tmp_path):
     """transformers fetches config and dense tensors; the plug-in what the policy needs, at the same commit."""
     from transformers import AutoModelForCausalLM
 
     table = tmp_path / "map.json"
     table.write_text(json.dumps({"versions": [["w4"] * 16] * 3 + [["w3"] * 16]}))
-    asked: dict[str, set[str]] = {}
+    asked = {}
     for load, options in (
         (moepack.load, {"policy": "static:w2"}),
         (AutoModelForCausalLM.from_pretrained, {"policy": "static:w1"}),
@@ -225,7 +221,7 @@ def test_load_by_hub_id(client: Client, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pushed")
-def test_eval_and_generate_by_hub_id(client: Client, bundle: Path, demo_model: Path, evaluation: Path) -> None:
+def test_eval_and_generate_by_hub_id(client, bundle, demo_model, evaluation):
     """Bundles and plain checkpoints; the same numbers as from their directories."""
     client.hub.files["someone/model"] = {p.name: p.read_bytes() for p in demo_model.iterdir()}
     options = ("-d", evaluation, "--length", "32", "--samples", "2", "-q", "--json")
@@ -240,7 +236,7 @@ def test_eval_and_generate_by_hub_id(client: Client, bundle: Path, demo_model: P
     assert texts[0] == texts[1] and texts[0].startswith("The river")
 
 
-def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: Path, tmp_path: Path) -> None:
+def test_errors_are_one_line(client, bundle, damaged, text, tmp_path):
     """Names that stand for nothing are those of test_names.py."""
     client.hub.files["someone/other"] = {"README.md": b"hello"}
     refused(cli("eval", "someone/other", "-d", text, "-q"), "has no config.json")
@@ -276,7 +272,7 @@ def test_errors_are_one_line(client: Client, bundle: Path, damaged: Path, text: 
 Refusal = tuple[int, str] | None
 
 
-def always(status: int, *ends: str) -> Callable[[str, str], Refusal]:
+def always(status, *ends):
     """Answers with a status whatever asks for one of these parts of a path."""
     return lambda method, path: (status, "Sorry.") if any(end in f"{method} {path}" for end in ends) else None
 
@@ -303,15 +299,13 @@ REFUSALS = {
 
 @pytest.mark.usefixtures("pushed")
 @pytest.mark.parametrize("case", REFUSALS)
-def test_a_refusal_is_one_line_that_says_what_to_do(
-    case: str, client: Client, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_is_one_line_that_says_what_to_do(case, client, bundle, tmp_path, monkeypatch):
     """After as many tries as help."""
     what, how, words, waits = REFUSALS[case]
     monkeypatch.setenv("HF_TOKEN", how.get("token", "hf_test"))
     vars(client.hub).update({name: value for name, value in how.items() if name != "token"})
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", what != "push-xet")
-    slept: list[float] = []
+    slept = []
     monkeypatch.setattr("time.sleep", slept.append)
     if what == "pull":
         result = client.pull(tmp_path / "got")
@@ -323,22 +317,20 @@ def test_a_refusal_is_one_line_that_says_what_to_do(
 
 
 @pytest.mark.usefixtures("pushed")
-def test_a_hub_that_is_busy_for_a_while_and_has_no_xet(
-    client: Client, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_that_is_busy_for_a_while_and_has_no_xet(client, bundle, tmp_path, monkeypatch):
     """Every request is refused once: push and pull end well, and huggingface_hub's setting is as before."""
     from huggingface_hub import constants
 
-    sent, seen = client.hub.files.pop("someone/mini"), set[tuple[str, str]]()
+    sent, seen = client.hub.files.pop("someone/mini"), set()
 
-    def once(method: str, path: str) -> Refusal:
+    def once(method, path):
         new = (method, path) not in seen
         seen.add((method, path))
         return (503 if len(seen) % 2 else 429, "Sorry.") if new else None
 
     client.hub.refuse = once
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
-    slept: list[float] = []
+    slept = []
     monkeypatch.setattr("time.sleep", slept.append)
     code, _, err = cli("push", bundle, "someone/mini")
     assert code == 0 and "has no Xet storage: large files are sent as LFS objects" in err
@@ -351,7 +343,7 @@ def test_a_hub_that_is_busy_for_a_while_and_has_no_xet(
 # --- what is stopped, and what is there already
 
 
-def test_a_push_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: Path) -> None:
+def test_a_push_that_is_killed_goes_on(client, bundle, tmp_path):
     """At every moment the repository is no bundle, or all of one; what was sent is not sent again."""
     ok(client.push(bundle))
     expected, count = client.hub.files["someone/mini"], len(client.hub.requests)
@@ -376,7 +368,7 @@ def test_a_push_that_is_killed_goes_on(client: Client, bundle: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("pushed")
-def test_a_pull_that_is_killed_goes_on(client: Client, tmp_path: Path) -> None:
+def test_a_pull_that_is_killed_goes_on(client, tmp_path):
     """At a request, or between two moves into the target; a retry with the same command completes it."""
     sent = client.hub.files["someone/mini"]
     client.hub.requests.clear()
@@ -389,10 +381,10 @@ def test_a_pull_that_is_killed_goes_on(client: Client, tmp_path: Path) -> None:
     assert kills >= 2
     for move in (1, 5):
 
-        def moved(move: int = move) -> None:
+        def moved(move=move):
             moves = itertools.count(1)
 
-            def look(*_: object) -> None:
+            def look(*_):
                 if next(moves) == move:
                     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -412,7 +404,7 @@ def test_a_pull_that_is_killed_goes_on(client: Client, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("pushed")
-def test_a_pull_shows_its_own_progress_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_shows_its_own_progress_alone(tmp_path, monkeypatch):
     """In bytes, and without the Hub library's bars, which that library shows on a terminal."""
     enable_progress_bars()
     terminal = io.StringIO()
@@ -421,7 +413,7 @@ def test_a_pull_shows_its_own_progress_alone(tmp_path: Path, monkeypatch: pytest
     with progress() as bars:
         pull("someone/mini", tmp_path / "got", ["w1"], reporter=bars)
     assert "files of someone/mini" not in terminal.getvalue(), "which is what its bar says"
-    lines: list[str] = []
+    lines = []
     reporter = LineReporter(lines.append)
     pull("someone/mini", tmp_path / "got", ["w2"], reporter=reporter)
     reporter.close()
@@ -430,9 +422,7 @@ def test_a_pull_shows_its_own_progress_alone(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.usefixtures("pushed")
-def test_a_file_that_was_cut_off_is_resumed(
-    client: Client, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_cut_off_is_resumed(client, bundle, tmp_path, monkeypatch):
     name = "model.safetensors"
     client.hub.cut_after[name] = 300_000
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 65536)
@@ -444,7 +434,7 @@ def test_a_file_that_was_cut_off_is_resumed(
 
 
 @pytest.mark.usefixtures("pushed")
-def test_a_version_is_added_from_where_the_others_came(client: Client, bundle: Path, tmp_path: Path) -> None:
+def test_a_version_is_added_from_where_the_others_came(client, bundle, tmp_path):
     """The repository has another build of the model by then."""
     target = tmp_path / "got"
     refused(client.pull(target, "--add", "w2"), "not a bundle to add a version to")
@@ -459,7 +449,7 @@ def test_a_version_is_added_from_where_the_others_came(client: Client, bundle: P
 
 
 @pytest.mark.usefixtures("pushed")
-def test_a_budget_chooses_what_is_fetched(client: Client, bundle: Path, tmp_path: Path) -> None:
+def test_a_budget_chooses_what_is_fetched(client, bundle, tmp_path):
     least = plan(bundle, LoadOptions(device_memory=1 << 30, all_logits=False, kv_tokens=576)).least_bytes
     client.hub.requests.clear()
     assert json.loads(ok(client.pull(tmp_path / "got", "--fit", str(least), "--json")))["versions"] == ["w1"]
@@ -468,10 +458,8 @@ def test_a_budget_chooses_what_is_fetched(client: Client, bundle: Path, tmp_path
     assert not (tmp_path / "none").exists()
 
 
-def test_a_repository_of_something_else_is_left_alone(
-    client: Client, bundle: Path, damaged: Path, edit_manifest: Edit
-) -> None:
-    def left(word: str, path: Path) -> None:
+def test_a_repository_of_something_else_is_left_alone(client, bundle, damaged, edit_manifest):
+    def left(word, path):
         before = dict(client.hub.files["someone/mini"])
         refused(client.push(path), word)
         assert client.hub.files["someone/mini"] == before
@@ -488,7 +476,7 @@ def test_a_repository_of_something_else_is_left_alone(
     left("holds a bundle of another model", bundle)
 
 
-def test_a_part_of_a_bundle_is_pushed_as_what_it_is(client: Client, bundle: Path, tmp_path: Path) -> None:
+def test_a_part_of_a_bundle_is_pushed_as_what_it_is(client, bundle, tmp_path):
     """And a branch is one of its own."""
     part = Path(shutil.copytree(bundle, tmp_path / "part", ignore=shutil.ignore_patterns("bf16", "w3", "w1")))
     ok(client.push(part, "--revision", "part", "--base-model", "some/base"))
@@ -506,12 +494,12 @@ def test_a_part_of_a_bundle_is_pushed_as_what_it_is(client: Client, bundle: Path
 # --- what a stranger's repository may hold
 
 
-def test_hostile_repositories(client: Client, bundle: Path, tmp_path: Path, edit_manifest: Edit) -> None:
+def test_hostile_repositories(client, bundle, tmp_path, edit_manifest):
     """Nothing is written outside the target, nothing that the manifest does not name, and each ends in one line."""
     whole = tree(bundle)
     digest = {"size": 4, "sha256": "0" * 64}
 
-    def with_file(name: str) -> dict[str, bytes]:
+    def with_file(name):
         copy = Path(shutil.copytree(bundle, tmp_path / "copy", dirs_exist_ok=True))
         edit_manifest(copy, lambda m: m["files"].update({name: digest}))
         return {**tree(copy), name: b"evil"}

@@ -1,11 +1,7 @@
 """Names that stand for nothing: refused at once, in one line that says what is known, with a Hub or without."""
 
-from __future__ import annotations
-
 import functools
 import socket
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from hub_stand_in import point, serve
@@ -20,24 +16,22 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 
-Point = Callable[..., None]
-
 
 @pytest.fixture
-def to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Point:
+def to(monkeypatch, tmp_path):
     """Points the Hub library at an address, with nothing downloaded."""
     monkeypatch.setattr(hub_name, "SECONDS", 0.3)
     return functools.partial(point, monkeypatch, cache=tmp_path / "hub")
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
+def silent():
     """The address of one who takes connections and never answers: a slow link."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def commands(name: str, bundle: Path, out: Path) -> list[Callable[[], object]]:
+def commands(name, bundle, out):
     """What takes a name, called with one."""
     return [
         lambda: build(name, out, parse_recipe("versions: [bf16]", "test"), ["text.txt"]),
@@ -49,7 +43,7 @@ def commands(name: str, bundle: Path, out: Path) -> list[Callable[[], object]]:
     ]
 
 
-def said(call: Callable[[], object]) -> str:
+def said(call):
     """The one line of a refusal."""
     with pytest.raises(MoepackError) as refused:
         call()
@@ -58,7 +52,7 @@ def said(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("link", ["none", "slow", "switched off"])
-def test_without_a_hub(link: str, to: Point, silent: str, bundle: Path, tmp_path: Path) -> None:
+def test_without_a_hub(link, to, silent, bundle, tmp_path):
     """Said to be out of reach, and not to hold no such thing."""
     address = silent if link == "slow" else "http://127.0.0.1:9"
     to(address, offline=link == "switched off")
@@ -71,7 +65,7 @@ def test_without_a_hub(link: str, to: Point, silent: str, bundle: Path, tmp_path
         assert said(lambda: push(bundle, "no/such")).startswith("no/such: ")
 
 
-def test_what_can_only_be_a_path(to: Point, bundle: Path, tmp_path: Path) -> None:
+def test_what_can_only_be_a_path(to, bundle, tmp_path):
     to("http://127.0.0.1:9")
     for name in ("./such", "no/such/path"):
         for call in (*commands(name, bundle, tmp_path / "out")[:4], lambda name=name: moepack.open(name)):
@@ -81,7 +75,7 @@ def test_what_can_only_be_a_path(to: Point, bundle: Path, tmp_path: Path) -> Non
     assert "not the name of a repository" in said(lambda: moepack.load("no such thing"))
 
 
-def test_with_a_hub_that_has_none(to: Point, bundle: Path, tmp_path: Path) -> None:
+def test_with_a_hub_that_has_none(to, bundle, tmp_path):
     server, _, address = serve()
     to(address)
     texts = [said(call) for call in commands("no/such", bundle, tmp_path / "out")[:5]]
@@ -90,7 +84,7 @@ def test_with_a_hub_that_has_none(to: Point, bundle: Path, tmp_path: Path) -> No
     server.shutdown()
 
 
-def test_what_was_downloaded_is_found_without_a_hub(to: Point, tmp_path: Path) -> None:
+def test_what_was_downloaded_is_found_without_a_hub(to, tmp_path):
     snapshot = tmp_path / "hub" / "models--someone--mini" / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

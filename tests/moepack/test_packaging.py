@@ -1,7 +1,5 @@
 """The wheel: every module, recipe and document is in it, and it works without the repository. The container's text."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -29,14 +27,14 @@ from moepack.shared.version import __version__
 pytest.importorskip("setuptools", minversion="77", reason="a wheel is built with it, here without fetching it")
 
 
-def made(call: str, source: Path, out: Path, **environment: str) -> Path:
+def made(call, source, out, **environment):
     """What a function of setuptools' build backend makes of the sources."""
     code = f"import sys, setuptools.build_meta as b, os; os.chdir(sys.argv[1]); print('MADE', b.{call}(sys.argv[2]))"
     said = python("-c", code, source, out, env={**os.environ, **environment})
     return out / next(line.split()[1] for line in said.splitlines() if line.startswith("MADE"))
 
 
-def unpack_wheel(work: Path, compiler: str) -> Path:
+def unpack_wheel(work, compiler):
     """The wheel's content, built from a copy of the sources so that nothing is left in the repository."""
     source = work / "source"
     source.mkdir()
@@ -51,7 +49,7 @@ def unpack_wheel(work: Path, compiler: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(tmp_path_factory):
     work = tmp_path_factory.mktemp("wheel")
     quick = work / "cc"
     compiler = os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc"
@@ -60,13 +58,13 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack_wheel(work, shlex.quote(str(quick)))
 
 
-def test_everything_is_in_the_wheel(unpacked: Path) -> None:
+def test_everything_is_in_the_wheel(unpacked):
     """And nothing else: no tests, no folder of the machine that built it. One wheel is for every Python."""
     (wheel,) = unpacked.parent.glob("*.whl")
     assert release.problems(wheel) == []
 
 
-def test_a_bad_wheel_is_told_by_what_is_wrong(unpacked: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_wheel_is_told_by_what_is_wrong(unpacked, tmp_path, monkeypatch):
     (wheel,) = unpacked.parent.glob("*.whl")
     bad = tmp_path / f"moepack-{__version__}-cp311-cp311-linux_x86_64.whl"
     page = "moepack/server/about/page.html"
@@ -85,7 +83,7 @@ def test_a_bad_wheel_is_told_by_what_is_wrong(unpacked: Path, tmp_path: Path, mo
     ]  # fmt: skip
 
 
-def test_the_wheel_serves_without_what_builds_and_tests(unpacked: Path, bundle: Path, tmp_path: Path) -> None:
+def test_the_wheel_serves_without_what_builds_and_tests(unpacked, bundle, tmp_path):
     """Without the repository, the packages of the build extra, or a module that builds; and its recipes are there."""
     pytest.importorskip("uvicorn")
     pytest.importorskip("prometheus_client")
@@ -107,7 +105,7 @@ def test_the_wheel_serves_without_what_builds_and_tests(unpacked: Path, bundle: 
     assert answer["usage"]["completion_tokens"] == 4
 
 
-def test_without_a_compiler_it_installs_and_numpy_runs_the_codec(tmp_path: Path) -> None:
+def test_without_a_compiler_it_installs_and_numpy_runs_the_codec(tmp_path):
     unpacked = unpack_wheel(tmp_path, compiler="false")
     assert not list(unpacked.rglob("*.so"))
     code = (
@@ -122,7 +120,7 @@ def test_without_a_compiler_it_installs_and_numpy_runs_the_codec(tmp_path: Path)
     assert python("-c", code, cwd=tmp_path, env=None).split() == ["True", "NumPy"]
 
 
-def test_a_clone_imports_itself() -> None:
+def test_a_clone_imports_itself():
     """The root folders are in `moepack/` by relative links: a clone needs no install to be imported."""
     code = (
         "import sys\n"
@@ -134,7 +132,7 @@ def test_a_clone_imports_itself() -> None:
     python("-c", code, cwd=ROOT, env=None)
 
 
-def test_the_source_distribution_builds_the_same_wheel(unpacked: Path, tmp_path: Path) -> None:
+def test_the_source_distribution_builds_the_same_wheel(unpacked, tmp_path):
     """Links become folders in it: every module stands there once."""
     with tarfile.open(made("build_sdist", unpacked.parent / "source", tmp_path)) as archive:
         members = [m for m in archive.getmembers() if "/moepack/" in m.name]
@@ -145,7 +143,7 @@ def test_the_source_distribution_builds_the_same_wheel(unpacked: Path, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["installed", "editable"])
-def test_a_client_is_checked_strictly(how: str, unpacked: Path, tmp_path: Path) -> None:
+def test_a_client_is_checked_strictly(how, unpacked, tmp_path):
     """mypy finds moepack and its types (py.typed) in an environment, and what a client does wrong. torch is not there:
     mypy reads its types for minutes."""
     pytest.importorskip("mypy")
@@ -163,7 +161,7 @@ def test_a_client_is_checked_strictly(how: str, unpacked: Path, tmp_path: Path) 
     assert said.startswith("Success: no issues found in 1 source file")
 
 
-def test_one_version_everywhere() -> None:
+def test_one_version_everywhere():
     """The newest release in the changelog is this version, and both documents name the format that is written."""
     changes = (ROOT / "CHANGELOG.md").read_text()
     newest = re.search(r"^## (\d+\.\d+\.\d+)(?:, not yet released)?\n\nBundles of format (\d+)", changes, re.M)
@@ -173,7 +171,7 @@ def test_one_version_everywhere() -> None:
     assert int(newest[2]) == int(title[1]) == FORMAT_VERSION
 
 
-def test_the_extras_say_what_compiles() -> None:
+def test_the_extras_say_what_compiles():
     """`build`, with which the demo runs, has nothing that needs a compiler: gptqmodel is in an extra of its own."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     names = {re.split(r"[^\w-]", wanted)[0] for wanted in extras["build"]}
@@ -184,10 +182,10 @@ def test_the_extras_say_what_compiles() -> None:
 # --- the container: no engine is at hand, so its text is held to what it promises
 
 
-def stages() -> list[list[tuple[str, str]]]:
+def stages():
     """The instructions of each stage of the Containerfile."""
     text = re.sub(r"^#.*\n", "", (ROOT / "Containerfile").read_text(), flags=re.M).replace("\\\n", " ")
-    out: list[list[tuple[str, str]]] = []
+    out = []
     for line in filter(None, text.splitlines()):
         word, _, rest = line.partition(" ")
         out += [[]] if word == "FROM" else []
@@ -195,7 +193,7 @@ def stages() -> list[list[tuple[str, str]]]:
     return out
 
 
-def test_the_container_is_slim_and_not_root() -> None:
+def test_the_container_is_slim_and_not_root():
     install, last = stages()
     assert all(stage[0][1].split()[0] == "docker.io/library/python:3.13-slim" for stage in (install, last))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -212,7 +210,7 @@ def test_the_container_is_slim_and_not_root() -> None:
     assert (ROOT / ".dockerignore").read_text().split() == ["*", "!dist/*.whl"]
 
 
-def test_the_container_runs_a_command_that_is_there() -> None:
+def test_the_container_runs_a_command_that_is_there():
     command = json.loads(dict(stages()[-1])["ENTRYPOINT"]) + json.loads(dict(stages()[-1])["CMD"])
     assert command[:2] == ["moepack", "serve"] and {"--host", "--memory"} <= set(command)
     told = ok(cli("serve", "--help"))
@@ -221,17 +219,17 @@ def test_the_container_runs_a_command_that_is_there() -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [(200, 0), (503, 1)])
-def test_the_health_check_follows_health(status: int, code: int) -> None:
+def test_the_health_check_follows_health(status, code):
     class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             asked.append(self.path)
             self.send_response(status)
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
-    asked: list[str] = []
+    asked = []
     check = json.loads(dict(stages()[-1])["HEALTHCHECK"].partition("CMD ")[2])
     assert dict(stages()[-1])["EXPOSE"] == "8000" and ":8000/" in check[2]
     with HTTPServer(("127.0.0.1", 0), Answer) as server:

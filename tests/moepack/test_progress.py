@@ -1,10 +1,7 @@
 """What long work shows: lines for a log, with what is done, how fast, and how long it goes on; and bars that fit."""
 
-from __future__ import annotations
-
 import io
 import sys
-from pathlib import Path
 
 import pytest
 from support import RTN, cli
@@ -16,23 +13,23 @@ from moepack.shared.progress import BarReporter, LineReporter, duration, loading
 class Clock:
     """A clock that a test sets."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 100.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     made = Clock()
     monkeypatch.setattr(shown, "peak_memory", lambda: 3_400_000_000)
     monkeypatch.setattr("time.monotonic", made)
     return made
 
 
-def test_lines_say_what_is_done_how_fast_and_how_long_is_left(clock: Clock) -> None:
-    lines: list[str] = []
+def test_lines_say_what_is_done_how_fast_and_how_long_is_left(clock):
+    lines = []
     reporter = LineReporter(lines.append, clock)
     reporter.stage("quantise", 4)
     for layer in range(4):
@@ -68,8 +65,8 @@ def test_lines_say_what_is_done_how_fast_and_how_long_is_left(clock: Clock) -> N
     ]
 
 
-def test_a_short_load_has_no_line(clock: Clock) -> None:
-    lines: list[str] = []
+def test_a_short_load_has_no_line(clock):
+    lines = []
     reporter = LineReporter(lines.append, clock, patient=True)
     for seconds in (1, 20):
         reporter.stage("loading", 1)
@@ -84,8 +81,8 @@ def test_a_short_load_has_no_line(clock: Clock) -> None:
     ]
 
 
-def test_many_steps_have_at_most_a_line_a_percent(clock: Clock) -> None:
-    lines: list[str] = []
+def test_many_steps_have_at_most_a_line_a_percent(clock):
+    lines = []
     reporter = LineReporter(lines.append, clock)
     reporter.stage("verify digests", 2000)
     for step in range(2000):
@@ -98,15 +95,13 @@ def test_many_steps_have_at_most_a_line_a_percent(clock: Clock) -> None:
 class Terminal(io.StringIO):
     encoding = "utf-8"
 
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 140])
-def test_bars_leave_out_the_bar_first_and_the_time_left_never(
-    width: int, encoding: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bars_leave_out_the_bar_first_and_the_time_left_never(width, encoding, clock, monkeypatch):
     terminal = Terminal()
     terminal.encoding = encoding
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -126,7 +121,7 @@ def test_bars_leave_out_the_bar_first_and_the_time_left_never(
     assert "12/48" in first and ("peak 3.4 GB" in first) == (width >= 60)
 
 
-def test_a_terminal_is_told_of_a_load_and_then_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_is_told_of_a_load_and_then_forgets_it(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     with loading("bundle") as report:
@@ -134,14 +129,14 @@ def test_a_terminal_is_told_of_a_load_and_then_forgets_it(monkeypatch: pytest.Mo
     assert "loading: bundle" in terminal.getvalue() and "10 bytes of 20 bytes" in terminal.getvalue()
 
 
-def test_sizes_and_times() -> None:
+def test_sizes_and_times():
     assert [duration(t) for t in (0.04, 9.94, 9.96, 200, 7500, 356_400)] == [
         "0.0 s", "9.9 s", "10 s", "3 min 20 s", "2 h 05 min", "4 d 03 h",
     ]  # fmt: skip
     assert [size(n) for n in (0, 999, 1500, 3.24e9, 5.7e13)] == ["0 bytes", "999 bytes", "1.5 kB", "3.2 GB", "57.0 TB"]
 
 
-def test_commands_write_a_line_a_layer(demo_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_commands_write_a_line_a_layer(demo_model, text, evaluation, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RTN + "versions: [bf16, w2]\n")
     bundle = tmp_path / "b"

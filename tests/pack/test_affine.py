@@ -1,7 +1,5 @@
 """Bit packing and affine extents: round trips, exact values, sections where FORMAT.md puts them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +19,7 @@ from moepack.pack.spec import PAGE, SECTION, Matrix, Version
     st.integers(0, 2**32 - 1),
 )
 @settings(max_examples=60)
-def test_planes_round_trip(planes: tuple[int, ...], rows: int, cols: int, seed: int) -> None:
+def test_planes_round_trip(planes, rows, cols, seed):
     codes = np.random.default_rng(seed).integers(0, 1 << sum(planes), (rows, cols)).astype(np.uint8)
     assert np.array_equal(join_planes(split_planes(codes, planes), planes, rows, cols), codes)
 
@@ -31,7 +29,7 @@ def test_planes_round_trip(planes: tuple[int, ...], rows: int, cols: int, seed: 
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_extent_round_trip(bits: int, group_size: int, bias: bool, scale_bits: int, symmetric: bool) -> None:
+def test_extent_round_trip(bits, group_size, bias, scale_bits, symmetric):
     version = Version.of(f"w{bits}", group_size, scale_bits=scale_bits, symmetric=symmetric)
     matrices = (Matrix("gate_up", 6, 100, bias), Matrix("down", 5, 33, bias))
     values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
@@ -50,7 +48,7 @@ def test_extent_round_trip(bits: int, group_size: int, bias: bool, scale_bits: i
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-def test_values_are_exact_in_float32(bits: int, symmetric: bool) -> None:
+def test_values_are_exact_in_float32(bits, symmetric):
     """The promise that lets every kernel agree: float32 and float64 give the same number."""
     version = Version.of(f"w{bits}", 32, symmetric=symmetric)
     m = Matrix("down", 40, 70)
@@ -63,7 +61,7 @@ def test_values_are_exact_in_float32(bits: int, symmetric: bool) -> None:
     assert np.array_equal(values.astype(np.float64), exact)
 
 
-def test_bits_per_weight_are_what_the_format_says() -> None:
+def test_bits_per_weight_are_what_the_format_says():
     """4 bits in groups of 64: 4 + 16/64 for the scale + 8/64 for the zero; 1 bit has no zero.
 
     A scale of a byte saves 8/64, and costs a float for 16 rows: 2 in 256 or 64 columns. Symmetric codes save the zero.
@@ -81,7 +79,7 @@ def test_bits_per_weight_are_what_the_format_says() -> None:
     assert 8 * kimi.stored_sizes(matrices)[1] / weights == 4.5, "as the release has"
 
 
-def test_symmetric_codes_have_the_middle_code_as_zero_point() -> None:
+def test_symmetric_codes_have_the_middle_code_as_zero_point():
     """A matrix whose zero points are stored as the middle code makes the same extent; another one is refused."""
     m, version = Matrix("m", 20, 70), Version.of("w4", 32, symmetric=True)
     value = random_matrix(m, version, 0)
@@ -93,7 +91,7 @@ def test_symmetric_codes_have_the_middle_code_as_zero_point() -> None:
         version.encode((m,), [stored])
 
 
-def test_scales_of_a_byte_are_what_the_format_says() -> None:
+def test_scales_of_a_byte_are_what_the_format_says():
     """The byte is the exponent and five bits of the mantissa, counted from 16 rows' greatest; padding rows are zero."""
     version, m = Version.of("w4", 32, scale_bits=8), Matrix("down", 17, 64)
     v = random_matrix(m, version, 0)
@@ -117,7 +115,7 @@ def test_scales_of_a_byte_are_what_the_format_says() -> None:
             version.encode((m,), [v])
 
 
-def test_wrong_shape_is_refused() -> None:
+def test_wrong_shape_is_refused():
     version, matrices = Version.of("w4", 64), (Matrix("gate_up", 4, 64), Matrix("down", 4, 64))
     values = [random_matrix(Matrix("x", 4, 64), version, 0), random_matrix(Matrix("x", 5, 64), version, 0)]
     with pytest.raises(ValueError, match="down"):

@@ -1,15 +1,11 @@
 """Writing and reading bundles: whole or not there, and every rule of the format with a test that breaks it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,25 +20,24 @@ from moepack.pack.safetensors_file import merge, read_header
 from moepack.pack.spec import PAGE, ExpertLayer, Matrix, Version
 from moepack.pack.writer import BundleWriter, check_target
 
-Edit = Callable[[Path, Callable[[dict], None]], None]
 LAYER = ExpertLayer(3, "model.layers.3.mlp.experts", 3, (Matrix("gate_up", 8, 64), Matrix("down", 64, 4)))
 
 
-def kinds(error: pytest.ExceptionInfo[BundleError]) -> set[str]:
+def kinds(error):
     return {p.kind for p in error.value.problems}
 
 
 # --- layer files
 
 
-def write_layer(path: Path, sizes: tuple[int, ...] = (PAGE, 2 * PAGE, PAGE)) -> LayerFileWriter:
+def write_layer(path, sizes=(PAGE, 2 * PAGE, PAGE)):
     with LayerFileWriter(path, "bf16", LAYER) as writer:
         for i, size in enumerate(sizes):
             writer.add(np.full(size, i + 1, np.uint8), size - 7)
     return writer
 
 
-def test_layer_file_is_plain_safetensors_and_page_aligned(tmp_path: Path) -> None:
+def test_layer_file_is_plain_safetensors_and_page_aligned(tmp_path):
     entry = write_layer(tmp_path / "x.safetensors").entry
     assert entry is not None and entry.header_size % PAGE == 0 and entry.payload == 4 * PAGE - 21
     with safe_open(tmp_path / "x.safetensors", framework="np") as f:
@@ -53,7 +48,7 @@ def test_layer_file_is_plain_safetensors_and_page_aligned(tmp_path: Path) -> Non
     assert (file.extent(2) == 3).all() and not file.extent(2).flags.writeable
 
 
-def test_layer_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
+def test_layer_file_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(ZeroDivisionError), LayerFileWriter(tmp_path / "x.safetensors", "bf16", LAYER):
         raise ZeroDivisionError
     with pytest.raises(ValueError, match="1 extents"), LayerFileWriter(tmp_path / "x.safetensors", "bf16", LAYER) as w:
@@ -61,7 +56,7 @@ def test_layer_file_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_layer_file_of_another_layer_is_refused(tmp_path: Path) -> None:
+def test_layer_file_of_another_layer_is_refused(tmp_path):
     entry = write_layer(tmp_path / "x.safetensors").entry
     assert entry is not None
     for version, layer in (
@@ -77,7 +72,7 @@ def test_layer_file_of_another_layer_is_refused(tmp_path: Path) -> None:
 # --- safetensors headers
 
 
-def header_bytes(document: object) -> bytes:
+def header_bytes(document):
     text = json.dumps(document).encode()
     return struct.pack("<Q", len(text)) + text
 
@@ -105,7 +100,7 @@ BAD_HEADERS = {  # beside those of broken_rules
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
-def test_bad_headers(name: str, tmp_path: Path) -> None:
+def test_bad_headers(name, tmp_path):
     head, data, kind = BAD_HEADERS[name]
     (tmp_path / "f").write_bytes(head + bytes(data))
     with pytest.raises(BundleError) as error:
@@ -113,7 +108,7 @@ def test_bad_headers(name: str, tmp_path: Path) -> None:
     assert kinds(error) == {kind}
 
 
-def test_merge_keeps_every_byte(tmp_path: Path) -> None:
+def test_merge_keeps_every_byte(tmp_path):
     from safetensors.numpy import load_file, save_file
 
     a = {"x": np.arange(5, dtype=np.float32), "y": np.arange(3, dtype=np.uint8)}
@@ -133,7 +128,7 @@ def test_merge_keeps_every_byte(tmp_path: Path) -> None:
 # --- the writer
 
 
-def test_writer_leaves_nothing_on_error(tmp_path: Path) -> None:
+def test_writer_leaves_nothing_on_error(tmp_path):
     target = tmp_path / "deep" / "bundle"
     with pytest.raises(ZeroDivisionError), BundleWriter(target) as writer:
         writer.path("a/b").write_text("x")
@@ -141,7 +136,7 @@ def test_writer_leaves_nothing_on_error(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
+def test_what_a_killed_writer_left_goes(tmp_path):
     """But nothing that is being written, or belongs to another bundle."""
     left, others = tmp_path / ".bundle.partial-0", tmp_path / ".bundle2.partial-0"
     for folder in (left, others):
@@ -151,7 +146,7 @@ def test_what_a_killed_writer_left_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [others]
 
 
-def test_a_file_is_added_through_a_link_and_one_that_is_absent_is_named(tmp_path: Path) -> None:
+def test_a_file_is_added_through_a_link_and_one_that_is_absent_is_named(tmp_path):
     (tmp_path / "text").write_text("a")
     with BundleWriter(tmp_path / "bundle") as writer:
         writer.path("here").symlink_to(tmp_path / "text")
@@ -163,7 +158,7 @@ def test_a_file_is_added_through_a_link_and_one_that_is_absent_is_named(tmp_path
             writer.add("absent")
 
 
-def test_target_must_be_new_or_empty(tmp_path: Path) -> None:
+def test_target_must_be_new_or_empty(tmp_path):
     check_target(tmp_path / "new" / "deeper")
     check_target(tmp_path)
     (tmp_path / "file").write_text("x")
@@ -180,7 +175,7 @@ def test_target_must_be_new_or_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_target_must_be_writable(tmp_path: Path) -> None:
+def test_target_must_be_writable(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(TargetError, match="cannot be written"):
         check_target(tmp_path / "bundle")
@@ -189,7 +184,7 @@ def test_target_must_be_writable(tmp_path: Path) -> None:
 # --- the manifest
 
 
-def test_manifest_round_trip(bundle: Path) -> None:
+def test_manifest_round_trip(bundle):
     data = (bundle / "manifest.json").read_bytes()
     manifest = parse_manifest(data)
     assert manifest.to_json() == data
@@ -197,7 +192,7 @@ def test_manifest_round_trip(bundle: Path) -> None:
     assert manifest.allocation is not None and len(manifest.allocation.versions) == 4
 
 
-def test_any_changed_byte_of_the_manifest_is_found(bundle: Path) -> None:
+def test_any_changed_byte_of_the_manifest_is_found(bundle):
     data = bytearray((bundle / "manifest.json").read_bytes())
     rng = np.random.default_rng(0)
     for at in (*range(0, 64), *rng.integers(0, len(data), 200), len(data) - 1):
@@ -210,8 +205,8 @@ def test_any_changed_byte_of_the_manifest_is_found(bundle: Path) -> None:
             parse_manifest(bytes(changed))
 
 
-def test_all_problems_are_reported_at_once(damaged: Path, edit_manifest: Edit) -> None:
-    def change(document: dict) -> None:
+def test_all_problems_are_reported_at_once(damaged, edit_manifest):
+    def change(document):
         document["layers"][0]["matrices"][0]["rows"] = 0
         document["versions"][1]["group_size"] = 5
         document["files"]["config.json"]["sha256"] = "x"
@@ -226,7 +221,7 @@ def test_all_problems_are_reported_at_once(damaged: Path, edit_manifest: Edit) -
 # --- the reader
 
 
-def test_problems_of_dense_files_come_first(small: Path, tmp_path: Path) -> None:
+def test_problems_of_dense_files_come_first(small, tmp_path):
     path = shutil.copytree(small, tmp_path / "bundle")
     for folder in ("dense", "experts"):
         (path / folder / "w8" / "layer-001.safetensors").write_bytes(b"")
@@ -237,7 +232,7 @@ def test_problems_of_dense_files_come_first(small: Path, tmp_path: Path) -> None
     ]
 
 
-def test_a_layer_file_is_kept_open_by_version_and_layer(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_file_is_kept_open_by_version_and_layer(small, monkeypatch):
     bundle = open_bundle(small)
     files = bundle.layer_file("w8", 0), bundle.dense_file("w8", bundle.dense_layers[0])
     assert files[0] is not files[1]
@@ -245,7 +240,7 @@ def test_a_layer_file_is_kept_open_by_version_and_layer(small: Path, monkeypatch
     assert bundle.layer_file("w8", 0) is files[0]
 
 
-def test_not_a_bundle(tmp_path: Path) -> None:
+def test_not_a_bundle(tmp_path):
     with pytest.raises(BundleError, match="not a bundle"):
         open_bundle(tmp_path)
     with pytest.raises(BundleError, match="no such directory"):

@@ -1,7 +1,5 @@
 """The exponent codec: every bit pattern survives, the fast paths write the reference's bytes, damage is caught."""
 
-from __future__ import annotations
-
 import heapq
 import multiprocessing
 
@@ -23,12 +21,12 @@ from moepack.pack.spec import Matrix, Version
 LENGTHS = [0, 1, 2, 3, 4, 5, 127, 128, 129, 4095, TILE - 1, TILE, TILE + 1, 10007, 3 * TILE]
 
 
-def test_the_compiled_engine_is_there() -> None:
+def test_the_compiled_engine_is_there():
     """Where a compiler was at hand when moepack was installed; it is wherever these tests run."""
     assert exponent_fast.engine_name().startswith("C")
 
 
-def both_ways(bits: np.ndarray) -> np.ndarray:
+def both_ways(bits):
     coded = exponent.encode(bits)
     assert np.array_equal(exponent.decode(coded, bits.size), bits)
     for engine in every_engine():
@@ -39,11 +37,11 @@ def both_ways(bits: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", LENGTHS)
-def test_round_trip(kind: str, n: int) -> None:
+def test_round_trip(kind, n):
     both_ways(draw(kind, n, n))
 
 
-def test_every_bit_pattern() -> None:
+def test_every_bit_pattern():
     patterns = np.arange(1 << 16).astype(np.uint16)
     both_ways(patterns)
     both_ways(np.random.default_rng(0).permutation(patterns))
@@ -51,13 +49,13 @@ def test_every_bit_pattern() -> None:
 
 @given(st.sampled_from(KINDS), st.integers(0, 20000), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
-def test_round_trip_drawn(kind: str, n: int, seed: int) -> None:
+def test_round_trip_drawn(kind, n, seed):
     both_ways(draw(kind, n, seed))
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "lanes"])
 @pytest.mark.parametrize("tiles", [64, 128, 191.5])
-def test_threads_change_no_byte(kind: str, tiles: float) -> None:
+def test_threads_change_no_byte(kind, tiles):
     bits = draw(kind, int(tiles * TILE), 7)
     coded = exponent_fast.encode(bits, threads=1)
     assert np.array_equal(exponent_fast.encode(bits, threads=3), coded)
@@ -67,7 +65,7 @@ def test_threads_change_no_byte(kind: str, tiles: float) -> None:
         assert np.array_equal(out, bits)
 
 
-def test_size_on_gaussian_weights() -> None:
+def test_size_on_gaussian_weights():
     """Within 1.2 % of sign, mantissa and the exponents' entropy, at an expert's size (2048 by 768)."""
     bits = draw("gaussian", 2048 * 768, 1)
     exponents = bits >> 7 & 0xFF
@@ -77,11 +75,11 @@ def test_size_on_gaussian_weights() -> None:
 
 
 @pytest.mark.parametrize("n", [TILE, 10 * TILE, 1 << 20])
-def test_incompressible_grows_by_half_a_percent_at_most(n: int) -> None:
+def test_incompressible_grows_by_half_a_percent_at_most(n):
     assert len(exponent_fast.encode(draw("uniform", n, 2))) <= 1.005 * 2 * n
 
 
-def test_decodes_from_any_offset_and_into_a_slice() -> None:
+def test_decodes_from_any_offset_and_into_a_slice():
     bits = draw("gaussian", 10007, 3)
     coded = exponent_fast.encode(bits)
     for shift in (1, 2, 3, 64):
@@ -92,7 +90,7 @@ def test_decodes_from_any_offset_and_into_a_slice() -> None:
         assert np.array_equal(out[4:-4], bits) and not out[:4].any() and not out[-4:].any()
 
 
-def huffman_cost(weights: list[int]) -> int:
+def huffman_cost(weights):
     """Total code bits of an unlimited Huffman code, by the textbook heap."""
     heap, total = list(weights), 0
     heapq.heapify(heap)
@@ -103,7 +101,7 @@ def huffman_cost(weights: list[int]) -> int:
     return total
 
 
-def test_code_lengths_are_optimal_and_capped() -> None:
+def test_code_lengths_are_optimal_and_capped():
     counts = np.zeros(256, np.int64)
     counts[100:108] = [5, 9, 12, 13, 16, 45, 3, 7]
     code = make_code(counts)
@@ -116,7 +114,7 @@ def test_code_lengths_are_optimal_and_capped() -> None:
     assert used.max() == 8 and sum(2.0 ** -int(v) for v in used) == 1
 
 
-def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:
+def test_full_tiles_of_a_large_matrix_have_no_loose_bits():
     rng = np.random.default_rng(0)
     matrices = (Matrix("up", 100, 333), Matrix("down", 333, 100))
     values = []
@@ -129,8 +127,8 @@ def test_full_tiles_of_a_large_matrix_have_no_loose_bits() -> None:
 
 
 # Damage. Each entry: what is done to a coded matrix of 10007 weights, and a word of the error.
-def _put(at: int, value: int, kind: str = "<u4"):
-    def change(data: np.ndarray) -> np.ndarray:
+def _put(at, value, kind="<u4"):
+    def change(data):
         new = np.array([value], kind).view(np.uint8)
         data[at : at + len(new)] = new
         return data
@@ -155,7 +153,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("decode", [exponent.decode, exponent_fast.decode], ids=["reference", "compiled"])
-def test_damage_is_refused(name: str, decode) -> None:
+def test_damage_is_refused(name, decode):
     change, word = DAMAGE[name]
     data = change(exponent.encode(draw("gaussian", 10007, 4)).copy())
     with pytest.raises(CodecError, match=word):
@@ -164,7 +162,7 @@ def test_damage_is_refused(name: str, decode) -> None:
 
 @pytest.mark.parametrize("change", ["mode", "base", "delta", "patch"])
 @pytest.mark.parametrize("decode", [exponent.decode, exponent_fast.decode], ids=["reference", "compiled"])
-def test_damaged_tile_is_refused(change: str, decode) -> None:
+def test_damaged_tile_is_refused(change, decode):
     data = exponent.encode(draw("cauchy", 10007, 5)).copy()
     coded = exponent.parse(data, 10007)
     patches = HEADER + 4 * 2 * (coded.tiles + 1)
@@ -179,7 +177,7 @@ def test_damaged_tile_is_refused(change: str, decode) -> None:
 
 
 @pytest.mark.parametrize("count, overrun", [(3000, 0), (1, 1)])
-def test_mutated_streams_never_reach_outside(count: int, overrun: int) -> None:
+def test_mutated_streams_never_reach_outside(count, overrun):
     """In a process of its own, which a bad access ends; a decoder that writes one weight too far is detected."""
     child = multiprocessing.get_context("spawn").Process(target=attack, kwargs={"count": count, "overrun": overrun})
     child.start()
@@ -187,7 +185,7 @@ def test_mutated_streams_never_reach_outside(count: int, overrun: int) -> None:
     assert (child.exitcode == 0) == (not overrun)
 
 
-def test_what_is_not_well_formed_is_not_opened() -> None:
+def test_what_is_not_well_formed_is_not_opened():
     """As exponent.parse: sizes, offsets, code lengths; and what is too small to be read past its end."""
     opened = pytest.importorskip("moepack.pack.codec.exponent_native", exc_type=OSError).open_coded
     generator = torch.Generator().manual_seed(64)

@@ -1,9 +1,6 @@
 """The format document suffices: a reader written from it alone finds the same numbers."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import independent_reader as reader
 import numpy as np
@@ -22,7 +19,7 @@ from moepack.pack.spec import HINT, Matrix, Version, encoding_of
 
 
 @pytest.mark.parametrize("version", VERSIONS[1:])
-def test_every_affine_version_at_odd_shapes(small: Path, version: Version) -> None:
+def test_every_affine_version_at_odd_shapes(small, version):
     """Partial words, groups and blocks of rows, biases; those that the demo's bundle does not have, too."""
     manifest = reader.read_manifest(small)
     described = next(v for v in manifest["versions"] if v["name"] == version.name)
@@ -34,7 +31,7 @@ def test_every_affine_version_at_odd_shapes(small: Path, version: Version) -> No
         assert np.array_equal(a.dequantise(version).astype(np.float64), np.array(b))
 
 
-def agree(path: Path, versions: tuple[Version, ...], dtype: str = "BF16") -> None:
+def agree(path, versions, dtype="BF16"):
     """See that in a small bundle of these versions the second reader finds the weights that ours does."""
     manifest = reader.read_manifest(write_small_bundle(path, versions, dtype))
     bundle = open_bundle(path)
@@ -51,14 +48,14 @@ def agree(path: Path, versions: tuple[Version, ...], dtype: str = "BF16") -> Non
 
 
 @pytest.mark.parametrize("name", ["w4d5", "w3d4", "w2d3", "w1d2"])
-def test_down_has_a_bit_more(name: str, tmp_path: Path) -> None:
+def test_down_has_a_bit_more(name, tmp_path):
     """Every code of `down` has its own bits, and its own midpoint."""
     agree(tmp_path / "b", tuple(Version.of(v, 128) for v in ("bf16", "w8", name)))
 
 
 @pytest.mark.parametrize(("scale_bits", "symmetric"), [(8, False), (16, True), (8, True)])
 @pytest.mark.parametrize("names", [("w8", "w3"), ("w2d3", "w1")])
-def test_fields_of_a_version(names: tuple[str, str], scale_bits: int, symmetric: bool, tmp_path: Path) -> None:
+def test_fields_of_a_version(names, scale_bits, symmetric, tmp_path):
     """Scales of a byte, and symmetric codes."""
     fields = {"scale_bits": scale_bits, "symmetric": symmetric}
     agree(tmp_path / "b", (Version.of("bf16"), *(Version.of(name, 128, **fields) for name in names)))
@@ -67,13 +64,13 @@ def test_fields_of_a_version(names: tuple[str, str], scale_bits: int, symmetric:
 
 
 @pytest.mark.parametrize(("name", "group"), [of for of in NAMES if not encoding_of(of[0]).entropy_coded])
-def test_every_released_version_at_odd_shapes(name: str, group: int, tmp_path: Path) -> None:
+def test_every_released_version_at_odd_shapes(name, group, tmp_path):
     """Partial words, groups and blocks, biases; products rounded to float32 as the page says."""
     versions = released_versions(name, group)
     agree(tmp_path / "b", versions, next(iter(versions[0].holds)))
 
 
-def test_lossless_version_is_the_checkpoint(bundle: Path, demo_model: Path) -> None:
+def test_lossless_version_is_the_checkpoint(bundle, demo_model):
     manifest = reader.read_manifest(bundle)
     theirs = reader.lossless_bits(reader.read_extent(bundle, manifest, "bf16", 2, 3), manifest["layers"][2])
     tensors = load_torch(demo_model / "model.safetensors")
@@ -88,7 +85,7 @@ def test_lossless_version_is_the_checkpoint(bundle: Path, demo_model: Path) -> N
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_fp8_codes_as_they_are_stored(apart: bool) -> None:
+def test_fp8_codes_as_they_are_stored(apart):
     """A coded plane of several tiles, one that is too small to gain, and rows so far `apart` that tiles are wide."""
     matrices, version = (Matrix("gate_up", 200, 130, True), Matrix("down", 9, 33)), Version.of("fp8", 32)
     values = [gaussian_released(m, version, i) for i, m in enumerate(matrices)]
@@ -104,7 +101,7 @@ def test_fp8_codes_as_they_are_stored(apart: bool) -> None:
         assert np.array_equal(ours.dequantise(version), np.array(found).astype(np.float32))
 
 
-def test_dense_matrices(small: Path) -> None:
+def test_dense_matrices(small):
     manifest, opened = reader.read_manifest(small), open_bundle(small)
     for number, described in enumerate(manifest["dense"]["matrices"]):
         shape = {"matrices": [described]}
@@ -119,7 +116,7 @@ def test_dense_matrices(small: Path) -> None:
                 assert np.array_equal(ours.numpy()["weight"].astype(np.float64), np.array(theirs))
 
 
-def test_tables_are_what_the_document_says(bundle: Path) -> None:
+def test_tables_are_what_the_document_says(bundle):
     tables = load_file(bundle / "calibration.safetensors")
     shapes = {
         "mse": (16, 5), "relative": (16, 5), "gated": (16, 5), "method": (16, 5), "tokens": (16,), "gate_sum": (16,),
@@ -140,7 +137,7 @@ def test_tables_are_what_the_document_says(bundle: Path) -> None:
             assert (error[:, 0] == 0).all() and (error[:, 1:] > 0).all() and (error < loss + (loss == 0)).all()
 
 
-def test_tripwire_and_config(bundle: Path, demo_model: Path) -> None:
+def test_tripwire_and_config(bundle, demo_model):
     with safe_open(bundle / "model.safetensors", framework="pt") as f:
         assert f.get_slice("model.layers.0.mlp.experts.down_proj").get_shape() == [1]
         assert f.get_slice(HINT).get_shape() == [1] and f"`{HINT}`" in (ROOT / "pack" / "FORMAT.md").read_text()

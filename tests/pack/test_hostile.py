@@ -1,11 +1,8 @@
 """Hostile bundles and checkpoints, some of those that `python -m benchmarks.hostile` makes, and what was found."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hostile_edits import in_time
@@ -14,16 +11,16 @@ from benchmarks.hostile import bundles, checkpoints, session
 from moepack.pack.manifest import strict_json
 
 
-def test_some_checkpoints() -> None:
+def test_some_checkpoints():
     found = session.hostile(checkpoints.SUBJECTS, 120, first=1_000_000)
     assert not found.wrong, "\n".join(found.wrong)
     assert all(counts["refused"] and counts["opened"] for counts in found.by_subject.values())
 
 
-def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_that_does_something_else_is_seen(monkeypatch):
     """An exception, a process that ends, one that takes too long or lets no signal in, and bytes written elsewhere."""
 
-    def attempt(root: Path, out: Path, writes: bool) -> str:
+    def attempt(root, out, writes):
         number = next(turns)
         if number == 1:
             raise KeyError("x")
@@ -52,7 +49,7 @@ def test_a_case_that_does_something_else_is_seen(monkeypatch: pytest.MonkeyPatch
     assert "ended with -9" in silent
 
 
-def test_a_name_that_stands_twice_among_many_is_found_at_once() -> None:
+def test_a_name_that_stands_twice_among_many_is_found_at_once():
     names = ",".join(f'"{i}":0' for i in range(300_000))
     with in_time(20), pytest.raises(ValueError, match="the name '299999' stands twice"):
         strict_json.loads(f'{{{names},"299999":0}}'.encode())

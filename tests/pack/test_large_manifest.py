@@ -1,9 +1,5 @@
 """A generated manifest of DeepSeek-V3's size."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from moepack.pack.layer_file import header_size
 from moepack.pack.manifest import Allocation, ExpertFileEntry, FileEntry, Manifest
 from moepack.pack.reader import open_bundle
@@ -13,7 +9,7 @@ LAYERS, EXPERTS = 58, 256
 MATRICES = (Matrix("gate_up", 4096, 7168, False), Matrix("down", 7168, 2048, False))
 
 
-def test_58_layers_of_256_experts_at_5_versions_open(tmp_path: Path) -> None:
+def test_58_layers_of_256_experts_at_5_versions_open(tmp_path):
     """Files with the sizes of DeepSeek-V3's, and holes for their bytes."""
     layers = tuple(ExpertLayer(3 + i, f"model.layers.{3 + i}.mlp.experts", EXPERTS, MATRICES) for i in range(LAYERS))
     versions = tuple(Version.of(name, 128) for name in ("bf16", "w4", "w3", "w2", "w1"))

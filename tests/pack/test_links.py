@@ -1,11 +1,8 @@
 """Links: a bundle in the Hub's cache is read through them, and no other links are."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 from broken_rules.names import CONFIG
@@ -15,7 +12,7 @@ from moepack.pack.errors import BundleError
 from moepack.pack.files import open_file
 
 
-def cached(small: Path, room: Path, blobs: str = "blobs") -> Path:
+def cached(small, room, blobs="blobs"):
     """The bundle as huggingface_hub has it in its cache."""
     home = room / "models--someone--mini"
     for file in (p for p in small.rglob("*") if p.is_file()):
@@ -28,14 +25,14 @@ def cached(small: Path, room: Path, blobs: str = "blobs") -> Path:
     return home / "snapshots" / ("0" * 40)
 
 
-def test_links_into_the_cache_of_the_hub_are_followed(small: Path, tmp_path: Path) -> None:
+def test_links_into_the_cache_of_the_hub_are_followed(small, tmp_path):
     snapshot = cached(small, tmp_path)
     read_all(snapshot)
     (tmp_path / "other").symlink_to(snapshot)
     read_all(tmp_path / "other")
 
 
-def test_links_of_a_cache_lead_to_its_blobs_alone(small: Path, tmp_path: Path) -> None:
+def test_links_of_a_cache_lead_to_its_blobs_alone(small, tmp_path):
     assert {p.kind for p in problems_of(cached(small, tmp_path / "a", "others"))} == {"link"}
     snapshot = cached(small, tmp_path / "b")
     home = snapshot.parent.parent
@@ -49,7 +46,7 @@ def test_links_of_a_cache_lead_to_its_blobs_alone(small: Path, tmp_path: Path) -
     assert [p.kind for p in problems_of(snapshot)] == ["file-type"]
 
 
-def test_what_is_replaced_after_it_was_looked_at(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_replaced_after_it_was_looked_at(small, tmp_path, monkeypatch):
     """A pipe or a link that takes a file's place between a look and the opening."""
     real = os.stat(small / CONFIG)  # noqa: PTH116
     monkeypatch.setattr("moepack.pack.files.os.stat", lambda *a, **k: real)

@@ -1,9 +1,5 @@
 """How many threads: what the scheduler grants, bounded by the quotas of control groups. Stand-in folders are groups."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +12,7 @@ from moepack.runtime import patches
 from moepack.runtime.store.read_ahead import readers
 
 
-def group(root: Path, process: str, **files: str) -> tuple[Path, Path]:
+def group(root, process, **files):
     """Make a stand-in for /sys/fs/cgroup with these files, `__` for a folder, and one for /proc/self/cgroup."""
     for name, text in files.items():
         *folders, file = name.split("__")
@@ -48,15 +44,13 @@ V1 = "5:memory:/\n4:cpu,cpuacct:/docker/a\n"
         ("", {}, None),
     ],
 )
-def test_a_quota_of_either_version(process: str, files: dict[str, str], expected: int | None, tmp_path: Path) -> None:
+def test_a_quota_of_either_version(process, files, expected, tmp_path):
     assert quota(*group(tmp_path, process, **files)) == expected
 
 
 @pytest.mark.parametrize(("text", "cpus", "expected"), [("50000 100000", 64, 1), ("200000 100000", 64, 2),
                                                         ("max 100000", 3, 3), ("800000 100000", 2, 2)])  # fmt: skip
-def test_all_that_start_threads_ask(
-    text: str, cpus: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_start_threads_ask(text, cpus, expected, tmp_path, monkeypatch):
     """Half a core, two of 64 as by `docker run --cpus=2`, three by taskset, and a quota above what the set grants."""
     root, process = group(tmp_path, "0::/\n", cpu_max=text)
     monkeypatch.setattr(asked, "CGROUPS", root)
@@ -81,7 +75,7 @@ def test_all_that_start_threads_ask(
         torch.set_num_threads(before)
 
 
-def test_a_system_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_affinity(monkeypatch):
     monkeypatch.setattr(asked, "quota", lambda *_: None)
     monkeypatch.delattr("os.sched_getaffinity")
     monkeypatch.setattr("os.cpu_count", lambda: 10)

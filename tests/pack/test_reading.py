@@ -1,27 +1,24 @@
 """The public reading interface: it gives what was packed, and nothing that is damaged."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from broken_rules.extents import EXTENTS
 from broken_rules.names import CONFIG, DENSE, W4
-from hostile_edits import Victim, problems_of
+from hostile_edits import problems_of
 from small_bundle import DENSE as DENSE_MATRICES
 from small_bundle import DENSE_VERSIONS, LAYERS, MATRICES, VERSIONS, affine, lossless
 
 from moepack.calibrate.experts import bits_of
 from moepack.pack.codec.bits import bf16_to_float32
-from moepack.pack.errors import BundleError, InputError, Problem
+from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
 
 
-def test_experts_are_the_values_that_were_packed(small: Path) -> None:
+def test_experts_are_the_values_that_were_packed(small):
     bundle = open_bundle(small)
     for layer in LAYERS:
         for e in range(3):
@@ -45,7 +42,7 @@ def test_experts_are_the_values_that_were_packed(small: Path) -> None:
             bundle.expert(*wrong)
 
 
-def test_what_is_damaged_is_not_given(victim: Victim) -> None:
+def test_what_is_damaged_is_not_given(victim):
     EXTENTS["bf16: another mode"][0](victim)
     with pytest.raises(BundleError, match=r"layer 1, expert 1, version bf16"):
         open_bundle(victim.path).expert("bf16", 1, 1).numpy()
@@ -60,7 +57,7 @@ def test_what_is_damaged_is_not_given(victim: Victim) -> None:
     open_bundle(victim.path).dense_matrix("w8", "model.layers.1.self_attn.q_proj")
 
 
-def test_dense_matrices_are_the_values_that_were_packed(small: Path) -> None:
+def test_dense_matrices_are_the_values_that_were_packed(small):
     bundle = open_bundle(small)
     assert bundle.manifest.dense == DENSE_MATRICES and bundle.dense_versions == DENSE_VERSIONS
     for number, described in enumerate(DENSE_MATRICES):
@@ -80,7 +77,7 @@ def test_dense_matrices_are_the_values_that_were_packed(small: Path) -> None:
             bundle.dense_matrix(*wrong)
 
 
-def test_dense_tensors(victim: Victim) -> None:
+def test_dense_tensors(victim):
     dense = open_bundle(victim.path).dense()
     assert dict(dense) == {"a.weight": (4, 2), "b": ()}
     assert dense.numpy("b") == 1.5 and dense.torch("b").item() == 1.5
@@ -94,7 +91,7 @@ def test_dense_tensors(victim: Victim) -> None:
     open_bundle(victim.path).dense(check_digests=False).numpy("b")
 
 
-def test_dense_tensors_in_several_files(victim: Victim) -> None:
+def test_dense_tensors_in_several_files(victim):
     from moepack.pack.safetensors_file import make_header
 
     whole = open_bundle(victim.path).dense().numpy("a.weight")
@@ -102,7 +99,7 @@ def test_dense_tensors_in_several_files(victim: Victim) -> None:
     second = make_header({"a.weight": ("BF16", (4, 2))}, {}) + np.arange(8, dtype=np.uint16).tobytes()
     names = {"model.layers.1.mlp.experts.down_proj": "model-1.safetensors", "a.weight": "model-2.safetensors"}
 
-    def split(index: object) -> list[Problem]:
+    def split(index):
         files = {
             "model-1.safetensors": first, "model-2.safetensors": second,
             "model.safetensors.index.json": index if isinstance(index, bytes) else json.dumps(index).encode(),

@@ -1,9 +1,6 @@
 """Released extents: codes and scales come back as they went in, values are torch's, and bad numbers are found."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,21 +9,21 @@ from codec_mutations import attack_extent
 from released_values import NAMES, gaussian_released, random_released
 
 from moepack.pack.codec import lossless
-from moepack.pack.codec.affine import AffineMatrix, encode
-from moepack.pack.codec.released import E2M1, E4M3, E8M0, ReleasedMatrix
+from moepack.pack.codec.affine import encode
+from moepack.pack.codec.released import E2M1, E4M3, E8M0
 from moepack.pack.errors import CodecError
 from moepack.pack.spec import Matrix, Version
 
 MATRICES = (Matrix("gate_up", 40, 100, True), Matrix("down", 33, 48))
 
 
-def made(name: str, group: int) -> tuple[Version, list[AffineMatrix | ReleasedMatrix]]:
+def made(name, group):
     version = Version.of(name, group)
     return version, [random_released(m, version, i) for i, m in enumerate(MATRICES)]
 
 
 @pytest.mark.parametrize(("name", "group"), NAMES)
-def test_codes_and_scales_come_back(name: str, group: int) -> None:
+def test_codes_and_scales_come_back(name, group):
     version, values = made(name, group)
     extent, payload = version.encode(MATRICES, values)
     stored, room = version.stored_sizes(MATRICES), np.zeros(version.resident_size(MATRICES), np.uint8)
@@ -41,7 +38,7 @@ def test_codes_and_scales_come_back(name: str, group: int) -> None:
             assert (a is None and b is None) or (a.dtype == b.dtype and np.array_equal(a, b)), field
 
 
-def test_numbers_are_those_of_torch() -> None:
+def test_numbers_are_those_of_torch():
     every = torch.arange(256, dtype=torch.uint8)
     assert np.array_equal(E4M3, every.view(torch.float8_e4m3fn).float().numpy(), equal_nan=True)
     assert np.array_equal(E8M0, every.view(torch.float8_e8m0fnu).float().numpy(), equal_nan=True)
@@ -49,14 +46,14 @@ def test_numbers_are_those_of_torch() -> None:
 
 
 @pytest.mark.parametrize(("bits", "group"), [(8, 32), (4, 32), (4, 128)])
-def test_integers_are_the_extents_of_affine_versions(bits: int, group: int) -> None:
+def test_integers_are_the_extents_of_affine_versions(bits, group):
     version, values = made(f"int{bits}", group)
     assert np.array_equal(
         version.encode(MATRICES, values)[0], Version.of(f"w{bits}", group).encode(MATRICES, values)[0]
     )
 
 
-def gaussian(name: str, group: int, matrices: tuple[Matrix, ...]) -> tuple[Version, list[ReleasedMatrix]]:
+def gaussian(name, group, matrices):
     version = Version.of(name, group)
     return version, [gaussian_released(m, version, seed) for seed, m in enumerate(matrices)]
 
@@ -65,7 +62,7 @@ def gaussian(name: str, group: int, matrices: tuple[Matrix, ...]) -> tuple[Versi
     ("name", "group", "least", "most"),
     [("fp8", 128, 6.6, 6.75), ("fp8", 32, 6.65, 6.8), ("fp8row", 0, 6.6, 6.8), ("mxfp8", 32, 6.8, 7.0)],
 )
-def test_e4m3_codes_are_smaller_in_files(name: str, group: int, least: float, most: float) -> None:
+def test_e4m3_codes_are_smaller_in_files(name, group, least, most):
     matrices = (Matrix("gate_up", 512, 1024, True), Matrix("down", 1000, 256))
     version, values = gaussian(name, group, matrices)
     extent, payload = version.encode(matrices, values)
@@ -81,12 +78,12 @@ def test_e4m3_codes_are_smaller_in_files(name: str, group: int, least: float, mo
 BLOCKS = (Matrix("gate_up", 64, 100, True), Matrix("down", 9, 32))  # the second is too small to gain
 
 
-def directory(extent: np.ndarray) -> np.ndarray:
+def directory(extent):
     """Offset and size of the first plane, of what is beside it, and likewise of the second."""
     return extent[:32].view("<u4")
 
 
-def test_planes_that_do_not_gain_are_stored_as_they_are() -> None:
+def test_planes_that_do_not_gain_are_stored_as_they_are():
     version, values = gaussian("fp8", 32, BLOCKS)
     extent, _ = version.encode(BLOCKS, values)
     coded, rest, plain, last = directory(extent).reshape(-1, 2).tolist()
@@ -97,7 +94,7 @@ def test_planes_that_do_not_gain_are_stored_as_they_are() -> None:
     assert np.array_equal(extent[plain[0] :][: plain[1]], in_memory[at : at + plain[1]])
 
 
-def put(at: int, value: int) -> Callable[[np.ndarray], None]:
+def put(at, value):
     return lambda extent: directory(extent).__setitem__(at, value)
 
 
@@ -117,7 +114,7 @@ def put(at: int, value: int) -> Callable[[np.ndarray], None]:
         (lambda e: e.__setitem__(int(directory(e)[4]) + 511, 1), "padding", "rows past the last"),
     ],
 )  # fmt: skip
-def test_rules_of_stored_extents(change: Callable[[np.ndarray], object], kind: str, said: str) -> None:
+def test_rules_of_stored_extents(change, kind, said):
     version, values = gaussian("fp8", 32, BLOCKS)
     extent, _ = version.encode(BLOCKS, values)
     change(extent)
@@ -130,7 +127,7 @@ def test_rules_of_stored_extents(change: Callable[[np.ndarray], object], kind: s
     assert {k for k, _ in found} == {kind} and re.search(said, found[0][1]), found
 
 
-def test_a_part_is_not_larger_than_its_plane() -> None:
+def test_a_part_is_not_larger_than_its_plane():
     version, values = gaussian("fp8", 32, BLOCKS)
     parts = lossless.split(BLOCKS, [192, 4], version.encode(BLOCKS, values)[0])
     parts[1] = np.append(parts[1][0], np.uint8(0)), parts[1][1]
@@ -138,7 +135,7 @@ def test_a_part_is_not_larger_than_its_plane() -> None:
         version.decode(BLOCKS, lossless.join(BLOCKS, parts)[0])
 
 
-def test_a_coded_plane_is_checked_like_a_plain_one() -> None:
+def test_a_coded_plane_is_checked_like_a_plain_one():
     version, values = gaussian("fp8", 32, BLOCKS)
     values[0].codes[3, 5] = 0xFF
     extent, _ = version.encode(BLOCKS, values)
@@ -153,14 +150,14 @@ def test_a_coded_plane_is_checked_like_a_plain_one() -> None:
     assert list(version.check(BLOCKS, extent)) == [("padding", "gate_up: bits past the end of a tile are not zero")]
 
 
-def test_hostile_extents_are_refused_or_decoded() -> None:
+def test_hostile_extents_are_refused_or_decoded():
     """A thousand, in memory that ends where it may not be touched."""
     version, values = gaussian("fp8", 32, BLOCKS)
     refused, decoded = attack_extent(version, BLOCKS, version.encode(BLOCKS, values)[0], 1000)
     assert refused > 300 and decoded > 100 and refused + decoded == 1000
 
 
-def test_rows_of_a_block_share_a_scale() -> None:
+def test_rows_of_a_block_share_a_scale():
     version, values = made("fp8", 32)
     values[1].scale[5, 1] += 1
     with pytest.raises(ValueError, match="down: rows of one block of 16 have different scales"):
@@ -176,7 +173,7 @@ def test_rows_of_a_block_share_a_scale() -> None:
         ("mxfp8", "codes", 0xFF, "code"), ("fp8row", "codes", 0x7F, "code"),
     ],
 )  # fmt: skip
-def test_numbers_that_are_not_finite_are_found(name: str, field: str, bad: float, said: str) -> None:
+def test_numbers_that_are_not_finite_are_found(name, field, bad, said):
     version, values = made(name, 0)
     getattr(values[0], field)[0 if field != "outer" else slice(16)] = bad
     (found,) = version.check(MATRICES, version.encode(MATRICES, values)[0])

@@ -3,18 +3,15 @@
 The edits are in helpers/broken_rules; those here are allowed. Random ones are those of benchmarks.hostile.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 from broken_rules import EDITS, MANIFEST_EDITS, RELEASED
 from broken_rules.extents import at, scaled, section
 from broken_rules.manifest import all_without_dense, put, signs
-from broken_rules.names import BF16, DENSE, Q8, TABLES, W4, Do
-from hostile_edits import Victim, one_line, problems_of, read_all, refusal
+from broken_rules.names import BF16, DENSE, Q8, TABLES, W4
+from hostile_edits import one_line, problems_of, read_all, refusal
 from support import ROOT, cli, ok
 
 from moepack.pack.errors import KINDS, Problem, printable
@@ -22,14 +19,14 @@ from moepack.pack.reader import open_bundle, unlisted
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_every_rule_is_kept(name: str, victim: Victim) -> None:
+def test_every_rule_is_kept(name, victim):
     edit, kind = EDITS[name]
     edit(victim)
     check_refused(victim, kind, name in MANIFEST_EDITS)
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_every_rule_of_released_extents_is_kept(name: str, released_victim: Callable[[str, int], Victim]) -> None:
+def test_every_rule_of_released_extents_is_kept(name, released_victim):
     of, edit, kind = RELEASED[name]
     victim = released_victim(*of)
     edit(victim)
@@ -40,7 +37,7 @@ def test_every_rule_of_released_extents_is_kept(name: str, released_victim: Call
     assert problems_of(victim.path) == []
 
 
-def check_refused(victim: Victim, kind: str, among_others: bool = False) -> None:
+def check_refused(victim, kind, among_others=False):
     """With a problem of this kind alone, or among others; each is one line."""
     found = problems_of(victim.path)
     kinds = {p.kind for p in found}  # a field of a manifest has others that go by it
@@ -54,19 +51,19 @@ def check_refused(victim: Victim, kind: str, among_others: bool = False) -> None
     assert len(out.splitlines()) == len(found) or "and" in err
 
 
-def test_the_bundle_itself_is_good(victim: Victim) -> None:
+def test_the_bundle_itself_is_good(victim):
     assert problems_of(victim.path) == [] and refusal(victim.path) is None
     ok(cli("verify", victim.path, "-q"))
 
 
-def test_there_is_an_edit_of_every_kind() -> None:
+def test_there_is_an_edit_of_every_kind():
     """Except those that need a failing disk, or a checkpoint to compare with."""
     assert {kind for _, kind in EDITS.values()} == {*KINDS} - {"read", "bits", "config", "layers", "truncated"}
     told = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs" / "reading.md").read_text(), re.M)
     assert told == sorted(KINDS)
 
 
-ALLOWED: dict[str, Do] = {
+ALLOWED = {
     "a manifest that is signed again": signs(lambda d: None),
     "headers that are signed again": lambda v: [v.header(n, lambda d: d) for n in (W4, Q8, TABLES, DENSE)],
     "extents that are signed again": lambda v: [v.extent(n, 1, lambda room: None) for n in (BF16, W4)],
@@ -94,13 +91,13 @@ ALLOWED: dict[str, Do] = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_is_allowed_opens(name: str, victim: Victim) -> None:
+def test_what_is_allowed_opens(name, victim):
     ALLOWED[name](victim)
     assert problems_of(victim.path) == []
     read_all(victim.path)
 
 
-def test_unlisted_files_are_named_by_verify(victim: Victim, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unlisted_files_are_named_by_verify(victim, capsys):
     for name in ("b\x1b.txt", "README.md", ".hidden", "experts/w4/more"):
         victim.write(name, b"")
     assert unlisted(open_bundle(victim.path)) == ["b\x1b.txt", "experts/w4/more"]
@@ -108,7 +105,7 @@ def test_unlisted_files_are_named_by_verify(victim: Victim, capsys: pytest.Captu
     assert code == 0 and "b\\x1b.txt, experts/w4/more" in err.replace("\n", " ") and "\x1b." not in err
 
 
-def test_printable() -> None:
+def test_printable():
     assert printable("a\x1b[31m\n\u202e\ud800é") == "a\\x1b[31m\\n\\u202e\\ud800é"
     assert printable("a\nb", keep="\n") == "a\nb"
     problem = Problem("/b\x07/x", "size", "y" * 5000)

@@ -1,9 +1,5 @@
 """The calibration tables: what is written is read, what is damaged is refused by the name of the tensor."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import small_bundle
@@ -16,7 +12,7 @@ from moepack.pack.tables import TABLES, metadata, read_tables, write_tables
 VERSIONS = tuple(v.name for v in small_bundle.VERSIONS)
 
 
-def arrays(seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def arrays(seed):
     """Routing statistics and losses of one layer; one w2 is of another method."""
     both = small_bundle.statistics(seed)
     named = [f"{loss}{error}" for loss in ("mse", "relative", "gated") for error in ("", "_error")]
@@ -25,7 +21,7 @@ def arrays(seed: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return both, losses
 
 
-def write(root: Path) -> Path:
+def write(root):
     files = {}
     for layer in LAYERS:
         pair = root / f"statistics-{layer.index}", root / f"losses-{layer.index}"
@@ -36,7 +32,7 @@ def write(root: Path) -> Path:
     return root / TABLES
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_what_is_written_is_read(tmp_path):
     tables = read_tables(write(tmp_path), LAYERS)
     assert (tables.versions, tables.methods) == (VERSIONS, ("none", "a", "b"))
     assert tables.columns(["w2", "bf16"]) == [4, 0]
@@ -50,7 +46,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
             assert all(np.array_equal(f, want) and f.dtype == want.dtype for f in found), name
 
 
-def test_tables_without_their_columns_or_their_end(tmp_path: Path) -> None:
+def test_tables_without_their_columns_or_their_end(tmp_path):
     path = write(tmp_path)
     save_file(load_file(path), path)
     with pytest.raises(BundleError, match="its columns are not versions"):
@@ -60,7 +56,7 @@ def test_tables_without_their_columns_or_their_end(tmp_path: Path) -> None:
         read_tables(path, LAYERS)
 
 
-def test_the_first_layer_is_checked_before_the_next_is_read(tmp_path: Path) -> None:
+def test_the_first_layer_is_checked_before_the_next_is_read(tmp_path):
     path = write(tmp_path)
     tensors = load_file(path)
     tensors["layers.1.method"][0] = 9

@@ -1,12 +1,9 @@
 """Trials of compiled libraries: which level is used, what is remembered, and what is not taken from memory."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -20,7 +17,7 @@ NAMES = {0: "plain", 1: "avx2", 2: "avx512"}
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(trials, "_best", {})
     monkeypatch.setattr(trials, "faults", {})
@@ -28,7 +25,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def library(tmp_path, monkeypatch):
     """A library of three levels; those in `wrong` differ from the reference. `tried` are the levels of its trials."""
     path = tmp_path / "_stand_in.so"
     path.write_bytes(b"code")
@@ -38,11 +35,11 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setitem(globals(), "reference", reference)  # as a trial's module imports it
     of = SimpleNamespace(path=path, level=-1, wrong=set(), tried=[], reference=Path(reference.__file__))
 
-    def use(level: int) -> int:
+    def use(level):
         of.level = level
         return level
 
-    def trial() -> str:
+    def trial():
         of.tried.append(of.level)
         return "w4: products" if of.level in of.wrong else ""
 
@@ -50,13 +47,13 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return of
 
 
-def asked(of: SimpleNamespace) -> int | None:
+def asked(of):
     """As the next process asks."""
     trials._best.clear()
     return trials.best_level(of.path, NAMES, of.use, of.trial)
 
 
-def test_the_highest_level_that_agrees_is_used(library: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_highest_level_that_agrees_is_used(library, caplog):
     """The fault: wrong numbers of one level, which were believed. Others are used, and the log says it once."""
     library.wrong = {1, 2}
     with caplog.at_level(logging.WARNING, "moepack"):
@@ -72,7 +69,7 @@ def test_the_highest_level_that_agrees_is_used(library: SimpleNamespace, caplog:
     assert asked(library) is None
 
 
-def test_what_was_found_is_remembered(library: SimpleNamespace, cache: Path) -> None:
+def test_what_was_found_is_remembered(library, cache):
     """The fault: a trial at each start, or a failure that the next start forgets."""
     library.wrong = {2}
     assert [asked(library) for _ in range(3)] == [1, 1, 1]
@@ -80,7 +77,7 @@ def test_what_was_found_is_remembered(library: SimpleNamespace, cache: Path) -> 
     assert cache.stat().st_mode & 0o777 == 0o600
 
 
-CHANGES: dict[str, Callable[[SimpleNamespace, pytest.MonkeyPatch], None]] = {
+CHANGES = {
     "library": lambda of, patch: of.path.write_bytes(b"another") and None,
     "reference": lambda of, patch: of.reference.write_text("another") and None,
     "processor": lambda of, patch: patch.setattr(trials, "processor", lambda: "another"),
@@ -90,7 +87,7 @@ CHANGES: dict[str, Callable[[SimpleNamespace, pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_memory_of_another_is_not_used(change: str, library: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_another_is_not_used(change, library, monkeypatch):
     """The fault: a cache on a shared home, or a wheel built anew, whose finding is of other code or another machine."""
     assert asked(library) == 2
     CHANGES[change](library, monkeypatch)
@@ -103,7 +100,7 @@ def test_memory_of_another_is_not_used(change: str, library: SimpleNamespace, mo
     "content",
     [b"", b"[1, 2]", b"\xff\xfe", b'{"a": 1, "b": [2]}', b"[" * 100_000, b'{"k": "' + b"x" * (2 << 20) + b'"}'],
 )
-def test_a_hostile_file_is_replaced(content: bytes, library: SimpleNamespace, cache: Path) -> None:
+def test_a_hostile_file_is_replaced(content, library, cache):
     """The fault: a start that fails, or believes what it reads, because of what the cache holds."""
     cache.parent.mkdir(parents=True)
     cache.write_bytes(content)
@@ -112,7 +109,7 @@ def test_a_hostile_file_is_replaced(content: bytes, library: SimpleNamespace, ca
     assert sorted(json.loads(cache.read_text()).values()) == ["", "w4: products"]
 
 
-def test_what_others_may_write_is_not_believed(library: SimpleNamespace, cache: Path) -> None:
+def test_what_others_may_write_is_not_believed(library, cache):
     """The fault: another user's word that a library is good. The same for a link."""
     assert asked(library) == 2
     cache.chmod(0o666)
@@ -124,9 +121,7 @@ def test_what_others_may_write_is_not_believed(library: SimpleNamespace, cache: 
     assert asked(library) == 1 and library.tried == [2, 2, 1, 2, 1]
 
 
-def test_without_a_place_to_remember_each_process_tries(
-    library: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_place_to_remember_each_process_tries(library, tmp_path, monkeypatch):
     """The fault: a read-only home, a full disk, or none, that ends the start."""
     (tmp_path / "file").write_text("")
     for home in (str(tmp_path / "file"), os.devnull):
@@ -136,7 +131,7 @@ def test_without_a_place_to_remember_each_process_tries(
     assert asked(library) == 2 and library.tried == [2, 2, 2]
 
 
-def test_the_file_keeps_the_latest(library: SimpleNamespace, cache: Path) -> None:
+def test_the_file_keeps_the_latest(library, cache):
     """The fault: a file that grows with every build of a developer."""
     for n in range(trials.KEPT + 3):
         library.path.write_bytes(str(n).encode())
@@ -148,26 +143,26 @@ def test_the_file_keeps_the_latest(library: SimpleNamespace, cache: Path) -> Non
     assert asked(library) == 2 and len(library.tried) == tried + 1
 
 
-def test_threads_wait_for_one_trial(library: SimpleNamespace) -> None:
+def test_threads_wait_for_one_trial(library):
     """The fault: a level that one thread tries while another lowers it, so that the finding is of the wrong one."""
     library.wrong, inner, alone = {2}, library.trial, threading.Lock()
 
-    def trial() -> str:
+    def trial():
         assert alone.acquire(blocking=False), "two at once"
         try:
             return str(inner())
         finally:
             alone.release()
 
-    got: list[int | None] = []
+    got = []
     at_once(lambda n: got.append(trials.best_level(library.path, NAMES, library.use, trial)), 6)
     assert got == [1] * 6 and library.tried == [2, 1] and library.level == 1
 
 
-def test_an_interrupted_trial_finds_nothing(library: SimpleNamespace, cache: Path) -> None:
+def test_an_interrupted_trial_finds_nothing(library, cache):
     """The fault: want of memory, or Ctrl-C, taken for a wrong library and remembered."""
 
-    def interrupted() -> str:
+    def interrupted():
         raise MemoryError
 
     with pytest.raises(MemoryError):

@@ -1,21 +1,18 @@
 """Files of the user alone: written whole, and read only where no other user may have written them."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
 from moepack.pack.user_files import cache_path, read_own, write_whole
 
 
-def test_a_file_is_the_former_one_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_the_former_one_or_the_new_one(tmp_path, monkeypatch):
     file = tmp_path / "kept"
     write_whole(file, "one")
     assert file.stat().st_mode & 0o777 == 0o600 and read_own(file, 3) == b"one"
 
-    def full(number: int) -> None:
+    def full(number):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
@@ -25,7 +22,7 @@ def test_a_file_is_the_former_one_or_the_new_one(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "group", "large"])
-def test_what_others_may_have_written_is_not_read(kind: str, tmp_path: Path) -> None:
+def test_what_others_may_have_written_is_not_read(kind, tmp_path):
     file = tmp_path / "kept"
     write_whole(tmp_path / "own", "text")
     if kind == "link":
@@ -39,7 +36,7 @@ def test_what_others_may_have_written_is_not_read(kind: str, tmp_path: Path) -> 
         read_own(file, 4)
 
 
-def test_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_path("x") == tmp_path / "moepack" / "x"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")

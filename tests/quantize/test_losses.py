@@ -1,12 +1,9 @@
 """What tables say of losses: against the truth, the standard errors against how far off they are, sums by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 from true_losses import Case, generated, inside, table_and_truth
 
 from moepack.calibrate.forward import Observation
@@ -20,27 +17,25 @@ TWO = (Version.of("w4", 64), Version.of("w2", 64))
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[int, dict[str, Tensor]]:
+def found():
     """Experts of 128 columns by tokens: half as many, twice, eight times."""
     return {n: table_and_truth(generated(128, 64, 12, n, seed=1, unseen=2048)) for n in (64, 256, 1024)}
 
 
 @pytest.mark.parametrize("tokens", [64, 256, 1024])
-def test_tables_say_what_is_lost_on_tokens_that_nothing_has_seen(
-    found: dict[int, dict[str, Tensor]], tokens: int
-) -> None:
+def test_tables_say_what_is_lost_on_tokens_that_nothing_has_seen(found, tokens):
     """True over measured, mean over experts, at 4, 3, 2 and 1 bits."""
     ratio = (found[tokens]["true"] / found[tokens]["mse"]).mean(0)
     assert float(ratio.min()) > 0.87 and float(ratio.max()) < 1.15, ratio
 
 
-def test_losses_on_the_tokens_learnt_from_are_too_low(found: dict[int, dict[str, Tensor]]) -> None:
+def test_losses_on_the_tokens_learnt_from_are_too_low(found):
     """What is corrected: the same tokens and weights without it."""
     for tokens, least in ((64, 1.5), (256, 1.2), (1024, 1.05)):
         assert float((found[tokens]["true"] / found[tokens]["plain"]).mean(0).min()) > least, tokens
 
 
-def test_standard_errors_cover(found: dict[int, dict[str, Tensor]]) -> None:
+def test_standard_errors_cover(found):
     """Of 144 true losses 90 to 99 % are inside two; and they are no wider than they have to be."""
     within = torch.cat([inside(f) for f in found.values()]).double().mean()
     assert 0.90 <= float(within) <= 0.995
@@ -49,7 +44,7 @@ def test_standard_errors_cover(found: dict[int, dict[str, Tensor]]) -> None:
 
 
 @pytest.mark.parametrize("leaks", [False, True])
-def test_planted_violations_of_cross_fitting_are_seen(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_violations_of_cross_fitting_are_seen(leaks, monkeypatch):
     """Losses as they are on the tokens learnt from; or rows fitted again to all tokens, with those of the fold."""
     mean = ExpertMoments.mean
     if leaks:
@@ -60,7 +55,7 @@ def test_planted_violations_of_cross_fitting_are_seen(leaks: bool, monkeypatch: 
     assert float((found["true"] / found["mse"]).mean(0).min()) > 1.2
 
 
-def test_experts_that_hardly_a_token_reached() -> None:
+def test_experts_that_hardly_a_token_reached():
     """With 0 and 3 tokens beside experts of 400: the table is near the truth, and says that it is less sure."""
     case = generated(128, 64, 12, 400, seed=2, unseen=2048)
     chosen = case.learn.experts.clone()
@@ -78,7 +73,7 @@ def test_experts_that_hardly_a_token_reached() -> None:
 # --- parts, by hand
 
 
-def test_the_jackknife_of_a_ratio() -> None:
+def test_the_jackknife_of_a_ratio():
     """Three groups, written out."""
     exact = torch.tensor([[2.0], [1.0], [1.0], [3.0]])
     got = exact - torch.tensor([[1.0], [0.0], [2.0], [1.0]])
@@ -98,7 +93,7 @@ def test_the_jackknife_of_a_ratio() -> None:
     assert nothing == Measured(Loss(0, 0, 0), Loss(0, 0, 0), 0, 0)
 
 
-def test_the_correction_is_of_the_tokens_learnt_from_alone() -> None:
+def test_the_correction_is_of_the_tokens_learnt_from_alone():
     """rho = 1 + a (h / s - 1) of both matrices; errors x and y add up to x + y - x y of the output."""
     exact = torch.full((4, 1), 10.0)
     got = exact - 2.0
@@ -122,7 +117,7 @@ def test_the_correction_is_of_the_tokens_learnt_from_alone() -> None:
     assert made.doubt == pytest.approx((share * MODEL * (factor - 1)) ** 2)
 
 
-def test_moments_without_a_fold_are_those_of_the_other_tokens() -> None:
+def test_moments_without_a_fold_are_those_of_the_other_tokens():
     g = torch.Generator().manual_seed(0)
     x, fold = torch.randn(40, 5, generator=g), torch.arange(40) % 4
     layer = torch.randn(30, 5, generator=g)
@@ -139,7 +134,7 @@ def test_moments_without_a_fold_are_those_of_the_other_tokens() -> None:
     assert moments.fewer(1) == pytest.approx(50 / 40)
 
 
-def test_tokens_of_a_group_are_of_one_fold_and_those_held_out_spread_over_groups() -> None:
+def test_tokens_of_a_group_are_of_one_fold_and_those_held_out_spread_over_groups():
     tokens = torch.arange(8 * 5000)
     cluster = crossfit.cluster_of(tokens, 5, 8)
     fold, group = cluster % crossfit.FOLDS, cluster % GROUPS
@@ -155,14 +150,14 @@ def test_tokens_of_a_group_are_of_one_fold_and_those_held_out_spread_over_groups
 # --- a layer's experts together
 
 
-def pool_of(own: list[float], relative: float, groups: list[int], others: list[float]) -> tuple[Tensor, Tensor]:
+def pool_of(own, relative, groups, others):
     """`pool` with an own variance of relative**2 a group, and others measured without error."""
     a, n, b = (torch.tensor(x, dtype=torch.float64) for x in (own, groups, others))
     none = torch.zeros_like(a)
     return pool(a, (relative * a) ** 2 / n.clamp(min=1), n, none, b, none, torch.full_like(a, 64.0))
 
 
-def test_pooling_by_hand() -> None:
+def test_pooling_by_hand():
     """Own losses twice those on others' tokens, with no scatter: an expert without a token is given twice its own."""
     value, error = pool_of([2.0, 4.0, 6.0, 0.0], 0.1, [64, 64, 64, 0], [1.0, 2.0, 3.0, 5.0])
     own = 0.1**2 / 64
@@ -174,7 +169,7 @@ def test_pooling_by_hand() -> None:
     assert error[1] == pytest.approx(value[1] * math.sqrt(trust * own))
 
 
-def test_scatter_is_learnt_from_the_experts_that_are_known() -> None:
+def test_scatter_is_learnt_from_the_experts_that_are_known():
     """Ratios of 1 and 4 in turn: what others' tokens say is then worth little, and the error says so."""
     value, error = pool_of([1.0, 4.0] * 6 + [0.0, 1.0], 0.1, [64] * 12 + [0, 1], [1.0] * 14)
     assert value[12] == pytest.approx(4 ** (6 / 13), rel=0.01)
@@ -184,7 +179,7 @@ def test_scatter_is_learnt_from_the_experts_that_are_known() -> None:
     assert lone_error[1] / lone[1] == pytest.approx(math.sqrt(UNKNOWN_SCATTER), rel=0.5)
 
 
-def test_an_experts_own_variance_leans_on_the_layers() -> None:
+def test_an_experts_own_variance_leans_on_the_layers():
     """Two groups that happen to agree prove nothing."""
     own, groups = torch.ones(5, dtype=torch.float64), torch.tensor([64.0] * 4 + [2.0], dtype=torch.float64)
     variance = torch.tensor([0.01] * 4 + [0.0], dtype=torch.float64)
@@ -194,7 +189,7 @@ def test_an_experts_own_variance_leans_on_the_layers() -> None:
     assert float(error[4]) == pytest.approx(math.sqrt(mine / (1 + mine))), "beside the layer's mean, itself unsure"
 
 
-def test_nothing_at_all_and_what_is_stored_as_it_is() -> None:
+def test_nothing_at_all_and_what_is_stored_as_it_is():
     """Lossless columns cost nothing, without error; a layer that no token reached leans on others' tokens alone."""
     nothing = Measured(Loss(0, 0, 0), Loss(0, 0, 0), 0, 0)
     zero = Measured(Loss(0, 0, 0), Loss(0, 0, 0), 9, 0)

@@ -1,10 +1,7 @@
 """The table of methods: what follows from it, and that a new quantiser is one function and one line."""
 
-from __future__ import annotations
-
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +22,7 @@ DOCUMENT = (ROOT / "docs" / "extending" / "quantiser.md").read_text()
 
 
 @pytest.fixture
-def absmax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def absmax(tmp_path, monkeypatch):
     """The documented file, as a module beside the others, and the documented line."""
     documented("quantiser", "moepack.quantize.absmax", tmp_path)
     line = next(x for x in DOCUMENT.splitlines() if x.startswith("Method("))
@@ -33,7 +30,7 @@ def absmax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, entry))
 
 
-def test_a_new_quantiser_is_one_file_and_one_line(demo_model: Path, text: Path, tmp_path: Path, absmax: None) -> None:
+def test_a_new_quantiser_is_one_file_and_one_line(demo_model, text, tmp_path, absmax):
     """Word by word as docs/extending/quantiser.md has it."""
     (recipe,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
     recipe = recipe.replace("[bf16, w4, w2]", "[bf16, w4, w1]")
@@ -49,12 +46,12 @@ def test_a_new_quantiser_is_one_file_and_one_line(demo_model: Path, text: Path, 
     assert bool(((dequantise(made, version) - weight).abs() <= 0.54 * step).all()), "half a step, and BF16's rounding"
 
 
-def test_numbers_are_part_of_the_bytes() -> None:
+def test_numbers_are_part_of_the_bytes():
     assert ",".join(methods.numbered()) == "none,gptq,sign,hqq,rtn,gptqmodel"
     assert methods.named() == ("gptq", "hqq", "rtn", "gptqmodel")
 
 
-def test_what_makes_a_version_and_what_may_replace_it() -> None:
+def test_what_makes_a_version_and_what_may_replace_it():
     one, two = Version.of("w1", 64), Version.of("w2", 64)
     assert [method_for(m, one).name for m in ("gptq", "gptqmodel", "hqq", "rtn")] == ["sign", "sign", "hqq", "rtn"]
     assert method_for("gptq", two).name == "gptq"
@@ -66,7 +63,7 @@ def test_what_makes_a_version_and_what_may_replace_it() -> None:
         quantise("magic", torch.ones(1, 1, 64), None, two)
 
 
-def test_the_table_imports_nothing_heavy() -> None:
+def test_the_table_imports_nothing_heavy():
     code = (
         "import sys, moepack.pipeline.recipe, moepack.quantize.methods\n"
         "print(sorted({'torch', 'numpy', 'gptqmodel', 'hqq', 'moepack.quantize.gptq'} & set(sys.modules)))"
@@ -74,13 +71,13 @@ def test_the_table_imports_nothing_heavy() -> None:
     assert python("-c", code).strip() == "[]"
 
 
-def test_libraries_come_with_the_extra_that_they_name() -> None:
+def test_libraries_come_with_the_extra_that_they_name():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert [x.name for x in methods.libraries() if f"{x.name}>={x.least}" not in extras[x.extra]] == []
     assert "moepack[build]" in extras["gptqmodel"] and len(methods.libraries()) == 2
 
 
-def test_doctor_says_which_methods_lack_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_which_methods_lack_what(monkeypatch):
     """By method: its own library, its fallbacks', and what reads text."""
     assert set(quantisers()) == set(methods.named()) and set(quantisers().values()) == {"ready"}
     absent = {"gptqmodel"}
@@ -96,9 +93,7 @@ def test_doctor_says_which_methods_lack_what(monkeypatch: pytest.MonkeyPatch) ->
     assert all(value.startswith("lacks datasets to read data sets") for value in quantisers().values())
 
 
-def test_a_missing_library_is_named_before_calibration(
-    monkeypatch: pytest.MonkeyPatch, short_model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_missing_library_is_named_before_calibration(monkeypatch, short_model, text, tmp_path):
     """hqq may be asked for the first expert with few tokens, after hours of calibration; no one-bit version asks it."""
     monkeypatch.setattr(methods, "installed", lambda name: None)
     recipe = tmp_path / "recipe.yaml"

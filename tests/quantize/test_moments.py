@@ -1,17 +1,14 @@
 """Second moments: half a symmetric product at every number of columns, and what is learnt from in BF16 or float32."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from moepack.quantize.expert_batch import ExpertBatch, ExpertForward
 from moepack.quantize.moments import STRIP, STRIPS, second_moments
 
 
 @pytest.mark.parametrize("cols", [1, STRIP - 1, STRIP, STRIP + 1, 700, STRIP * STRIPS + 4])
-def test_moments_are_the_whole_product_and_symmetric(cols: int) -> None:
+def test_moments_are_the_whole_product_and_symmetric(cols):
     x = torch.randn(60, cols, generator=torch.Generator().manual_seed(cols))
     found = second_moments(x)
     exact = x.double().T @ x.double() / 60
@@ -21,10 +18,10 @@ def test_moments_are_the_whole_product_and_symmetric(cols: int) -> None:
 
 
 @pytest.mark.parametrize("in_bf16", [False, True])
-def test_activations_to_learn_from_are_in_the_dtype_that_is_asked_for(in_bf16: bool) -> None:
-    seen: list[torch.dtype | None] = []
+def test_activations_to_learn_from_are_in_the_dtype_that_is_asked_for(in_bf16):
+    seen = []
 
-    def act(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def act(x, weight, bias):
         seen.extend((x.dtype, weight.dtype, None if bias is None else bias.dtype))
         return torch.nn.functional.linear(x, weight, bias)
 

@@ -1,7 +1,5 @@
 """Quantisers: rounding to the grid, each method against the ones it must beat, odd shapes, odd scales."""
 
-from __future__ import annotations
-
 import functools
 import sys
 
@@ -9,24 +7,23 @@ import numpy as np
 import pytest
 import torch
 from support import python
-from torch import Tensor
 
 from moepack.pack.spec import Version
 from moepack.quantize import gptq, gptqmodel_reference, rtn
 from moepack.quantize.factor import factor
-from moepack.quantize.grid import Quantised, dequantise, fix_scale
+from moepack.quantize.grid import dequantise, fix_scale
 from moepack.quantize.methods import quantise, quantise_all
 
 WIDTHS = [4, 3, 2, 1]
 VERSIONS = [Version.of(f"w{bits}", 64) for bits in WIDTHS]
 
 
-def weights(experts: int = 2, rows: int = 48, cols: int = 192, seed: int = 0) -> Tensor:
+def weights(experts=2, rows=48, cols=192, seed=0):
     return torch.randn(experts, rows, cols, generator=torch.Generator().manual_seed(seed)) * 0.02
 
 
 @functools.cache
-def inputs(experts: int = 2, tokens: int = 2048, cols: int = 192, seed: int = 1) -> Tensor:
+def inputs(experts=2, tokens=2048, cols=192, seed=1):
     """Correlated inputs (AR(1), 0.9) whose columns differ in variance, as activations do."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(experts, tokens, cols, generator=generator)
@@ -35,11 +32,11 @@ def inputs(experts: int = 2, tokens: int = 2048, cols: int = 192, seed: int = 1)
     return x * torch.exp(0.5 * torch.randn(cols, generator=torch.Generator().manual_seed(0)))
 
 
-def moments(x: Tensor) -> Tensor:
+def moments(x):
     return x.transpose(1, 2) @ x / x.shape[1]
 
 
-def mean_error(held_out: Tensor, w: Tensor, q: Quantised, version: Version) -> float:
+def mean_error(held_out, w, q, version):
     """Geometric mean over experts of the relative output error."""
     values = dequantise(q, version)
     out = [((held_out[e] @ (w - values)[e].T).square().sum() / (held_out[e] @ w[e].T).square().sum()) for e in range(2)]
@@ -49,7 +46,7 @@ def mean_error(held_out: Tensor, w: Tensor, q: Quantised, version: Version) -> f
 @pytest.mark.parametrize("bits", [8, *WIDTHS])
 @pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "gptqmodel"])
 @pytest.mark.parametrize(("cols", "group_size"), [(100, 64), (33, 32), (288, 128)])
-def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_size: int) -> None:
+def test_shapes_dtypes_and_pack_agree(bits, method, cols, group_size):
     """Every method fills the same descriptor, last groups may be partial, and pack dequantises to the same values."""
     version = Version.of(f"w{bits}", group_size)
     w = weights(2, 8, cols)
@@ -63,7 +60,7 @@ def test_shapes_dtypes_and_pack_agree(bits: int, method: str, cols: int, group_s
         assert np.array_equal(q.matrix(e).dequantise(version), values[e].numpy())
 
 
-def test_zero_weights_and_tiny_weights_survive() -> None:
+def test_zero_weights_and_tiny_weights_survive():
     for bits in (8, *WIDTHS):
         version = Version.of(f"w{bits}", 64)
         assert torch.isfinite(dequantise(rtn.quantise(torch.zeros(1, 2, 64), version), version)).all()
@@ -75,7 +72,7 @@ def test_zero_weights_and_tiny_weights_survive() -> None:
     assert fix_scale(torch.zeros(1)).item() > 0
 
 
-def test_gaussian_weight_errors_are_the_known_ones() -> None:
+def test_gaussian_weight_errors_are_the_known_ones():
     """Relative squared error of rounding Gaussian weights in groups of 64, to check nothing is off by a factor."""
     w = weights(1, 256, 512)
     for bits, expected, rel in (
@@ -90,7 +87,7 @@ def test_gaussian_weight_errors_are_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("cols", [192, 200])
-def test_gptq_is_no_worse_than_the_librarys_and_better_at_few_bits(cols: int) -> None:
+def test_gptq_is_no_worse_than_the_librarys_and_better_at_few_bits(cols):
     """The bound is 1.02 at every width; measured here 0.77 to 0.83 at 4 bits, 0.72 to 0.79 at 3, 0.6 at 2."""
     w, x, held_out = weights(2, 64, cols), inputs(2, 4096, cols), inputs(2, 4096, cols, seed=2)
     versions = [Version.of(f"w{b}", 64) for b in (4, 3, 2)]
@@ -101,14 +98,14 @@ def test_gptq_is_no_worse_than_the_librarys_and_better_at_few_bits(cols: int) ->
         assert ratio < most, (version.name, ratio)
 
 
-def test_one_bit_is_a_third_of_plain_signs() -> None:
+def test_one_bit_is_a_third_of_plain_signs():
     version, w = Version.of("w1", 64), weights()
     plain = mean_error(inputs(seed=2), w, rtn.quantise(w, version), version)
     ours = mean_error(inputs(seed=2), w, quantise("sign", w, moments(inputs()), version), version)
     assert ours < 0.2 and ours < plain / 3
 
 
-def reference_codes(w: Tensor, damped: Tensor, scale: Tensor, zero: Tensor, top: Tensor) -> Tensor:
+def reference_codes(w, damped, scale, zero, top):
     """Algorithm 1 of the GPTQ paper for one matrix, in float64: the inverse's factor, the error fed into the rest.
 
     Args:
@@ -126,7 +123,7 @@ def reference_codes(w: Tensor, damped: Tensor, scale: Tensor, zero: Tensor, top:
 
 
 @pytest.mark.parametrize(("cols", "group_size"), [(96, 32), (72, 32), (40, 64)])
-def test_column_loop_against_the_papers_algorithm(cols: int, group_size: int) -> None:
+def test_column_loop_against_the_papers_algorithm(cols, group_size):
     """Given the grids that the loop found, the same codes come out of the textbook algorithm in float64."""
     w, h = weights(2, 16, cols), moments(inputs(2, 400, cols))
     versions = [Version.of(f"w{b}", group_size) for b in WIDTHS]
@@ -147,13 +144,13 @@ def test_column_loop_against_the_papers_algorithm(cols: int, group_size: int) ->
         assert torch.allclose(work.error[e].T.double(), lanes - scale * (got - zero), atol=1e-5)
 
 
-def test_sweeps_never_raise_the_error_they_minimise() -> None:
+def test_sweeps_never_raise_the_error_they_minimise():
     w, h = weights(2, 32, 200), moments(inputs(2, 400, 200))
     factored = factor(h, 64)
     work = gptq.Work(w, factored, VERSIONS, 64)
     work.feed_forward()
 
-    def error() -> Tensor:
+    def error():
         return ((factored.damped @ work.error) * work.error).sum(1)
 
     before = first = error()
@@ -167,7 +164,7 @@ def test_sweeps_never_raise_the_error_they_minimise() -> None:
 
 
 @pytest.mark.parametrize("cols", [192, 200, 1100])
-def test_a_batch_is_its_experts_and_widths_one_at_a_time(cols: int) -> None:
+def test_a_batch_is_its_experts_and_widths_one_at_a_time(cols):
     """Batches, widths together and repeats give the same bundle: matrix products may differ in their last bit only."""
     experts = 3 if cols < 1000 else 2
     w = weights(experts, 24, cols) * torch.tensor([1.0, 1e-3, 1e3])[:experts, None, None]
@@ -187,19 +184,19 @@ def test_a_batch_is_its_experts_and_widths_one_at_a_time(cols: int) -> None:
             assert error_by_moments(w[e], h[e], dequantise(q, version)[e]) == pytest.approx(close, rel=0.01)
 
 
-def error_by_moments(w: Tensor, h: Tensor, values: Tensor) -> float:
+def error_by_moments(w, h, values):
     return float((((w - values) @ h) * (w - values)).sum() / ((w @ h) * w).sum())
 
 
-def test_experts_are_split_where_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_are_split_where_memory_is_bounded(monkeypatch):
     w, h = weights(5), moments(inputs(5, 300))
     whole = gptq.quantise_widths(w, h, VERSIONS)
-    seen: list[int] = []
+    seen = []
 
     class Spy(gptq.Work):
-        def __init__(self, weight: Tensor, *rest: object) -> None:
+        def __init__(self, weight, *rest):
             seen.append(len(weight))
-            super().__init__(weight, *rest)  # type: ignore[arg-type]
+            super().__init__(weight, *rest)
 
     monkeypatch.setattr(gptq, "Work", Spy)
     monkeypatch.setattr(gptq, "BATCH_BYTES", {"cpu": 2 * gptq.working_bytes(48, 192, 4)})
@@ -215,7 +212,7 @@ def test_experts_are_split_where_memory_is_bounded(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", ["zero", "dead", "one token", "indefinite", "nan", "inf", "huge", "tiny"])
-def test_moments_that_cannot_be_factored_as_they_are(kind: str) -> None:
+def test_moments_that_cannot_be_factored_as_they_are(kind):
     """With any moments, the weights are about as good as rounded, and a sane neighbour does not change."""
     w = weights()
     good = moments(inputs())
@@ -248,7 +245,7 @@ def test_moments_that_cannot_be_factored_as_they_are(kind: str) -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-12, 1e12])
-def test_weights_of_any_size(size: float) -> None:
+def test_weights_of_any_size(size):
     w, h = weights() * size, moments(inputs())
     w[0, :, :64] = 0  # a group of zeros
     for version, q in gptq.quantise_widths(w, h, VERSIONS).items():
@@ -264,7 +261,7 @@ def test_weights_of_any_size(size: float) -> None:
 # --- the library
 
 
-def test_gptq_through_the_library_is_the_librarys_codes() -> None:
+def test_gptq_through_the_library_is_the_librarys_codes():
     """What we unpack of the library's result is what it meant: codes times scales are its own dequantised weights."""
     from gptqmodel.quantization.config import QuantizeConfig
     from gptqmodel.quantization.gptq import GPTQ
@@ -285,14 +282,14 @@ def test_gptq_through_the_library_is_the_librarys_codes() -> None:
     assert error.max() <= 7 / 256  # scales are rounded to eight bits, codes go to seven
 
 
-def test_gptq_needs_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gptq_needs_no_library(monkeypatch):
     for name in ("gptqmodel", "hqq"):
         monkeypatch.setitem(sys.modules, name, None)
     made = quantise_all("gptq", weights(1, 4, 64), torch.eye(64)[None], VERSIONS)
     assert len(made) == 4
 
 
-def test_importing_gptqmodel_leaves_the_environment() -> None:
+def test_importing_gptqmodel_leaves_the_environment():
     code = (
         "import os; before = dict(os.environ)\n"
         "from moepack.quantize import gptqmodel_reference as m; m._library()\n"
@@ -302,7 +299,7 @@ def test_importing_gptqmodel_leaves_the_environment() -> None:
 
 
 @pytest.mark.parametrize(("experts", "rows", "cols"), [(6, 768, 256), (3, 33, 128)])
-def test_a_version_is_the_same_alone_and_beside_others(experts: int, rows: int, cols: int) -> None:
+def test_a_version_is_the_same_alone_and_beside_others(experts, rows, cols):
     """At any number of rows, and of experts in a batch."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -322,7 +319,7 @@ def test_a_version_is_the_same_alone_and_beside_others(experts: int, rows: int, 
 
 
 @pytest.mark.parametrize("method", ["rtn", "hqq", "gptq", "gptqmodel"])
-def test_whole_and_symmetric_zero_points(method: str) -> None:
+def test_whole_and_symmetric_zero_points(method):
     """Zero points are whole codes, or all the middle one; one bit has none; the codes are fitted to them.
 
     The output error over that of free zero points is bounded; measured for gptq at 4, 3 and 2 bits: 1.10, 1.08 and 1.34

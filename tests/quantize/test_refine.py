@@ -1,17 +1,15 @@
 """`refine`: down fitted again on what the quantised first matrix makes, against the formula and on unseen tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
-from true_losses import Case, generated
+from true_losses import generated
 
 from moepack.calibrate.experts import finish, hidden
 from moepack.calibrate.gather import gather_batch
 from moepack.pack.spec import Version
-from moepack.quantize.expert_batch import RIDGE, SPARSE, ExpertBatch, Settings, quantise_batch, refit_down
+from moepack.quantize.expert_batch import RIDGE, SPARSE, Settings, quantise_batch, refit_down
 from moepack.quantize.grid import Quantised, dequantise
 from moepack.quantize.methods import quantise
 from moepack.quantize.pooling import MEASURED, measured_row, pooled
@@ -21,15 +19,15 @@ PLAIN = Settings("gptq", VERSIONS)
 
 
 @pytest.fixture(scope="module")
-def case() -> Case:
+def case():
     return generated(64, 64, 2, 900, 0)
 
 
-def batch_of(case: Case) -> ExpertBatch:
+def batch_of(case):
     return gather_batch(case.module, case.weights, range(2), case.learn, PLAIN, torch.device("cpu"))
 
 
-def errors(case: Case, first: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def errors(case, first, down):
     """Relative squared error of each expert's output on unseen tokens, float64 [experts]."""
     out = []
     for e in range(2):
@@ -41,7 +39,7 @@ def errors(case: Case, first: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
     return torch.stack(out)
 
 
-def test_down_is_fitted_to_what_the_formula_says(case: Case) -> None:
+def test_down_is_fitted_to_what_the_formula_says(case):
     """Written out with whole matrices."""
     batch, version = batch_of(case), VERSIONS[1]
     first = quantise("rtn", batch.weights[0], None, version)
@@ -62,10 +60,10 @@ def test_down_is_fitted_to_what_the_formula_says(case: Case) -> None:
     assert same > 0.995 and torch.allclose(dequantise(got, version), dequantise(want, version), atol=0.02)
 
 
-def test_less_is_lost_on_unseen_tokens_and_the_table_says_how_much(case: Case) -> None:
+def test_less_is_lost_on_unseen_tokens_and_the_table_says_how_much(case):
     rows = {r: list(quantise_batch(batch_of(case), replace(PLAIN, refine=r))) for r in (False, True)}
 
-    def values(refined: bool, v: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def values(refined, v):
         first, down = rows[refined][0][v].quantised
         return dequantise(first, VERSIONS[v]), dequantise(down, VERSIONS[v])
 
@@ -80,7 +78,7 @@ def test_less_is_lost_on_unseen_tokens_and_the_table_says_how_much(case: Case) -
         assert float(tables[True]["relative"][:, v].mean()) == pytest.approx(float(refined.mean()), rel=0.15)
 
 
-def test_experts_without_tokens_are_fitted_to_the_layers(case: Case) -> None:
+def test_experts_without_tokens_are_fitted_to_the_layers(case):
     """And an expert whose down reads zeros alone stays finite."""
     nobody = replace(case, learn=replace(case.learn, experts=torch.zeros_like(case.learn.experts)))
     batch = batch_of(nobody)

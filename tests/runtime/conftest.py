@@ -1,12 +1,8 @@
 """What tests of serving share: models are closed after each test; a small bundle, and a stand-in for a GPU."""
 
-from __future__ import annotations
-
 import gc
 import logging
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from live_models import close_all
@@ -23,13 +19,13 @@ allocation: {average_bits: 4}
 
 
 @pytest.fixture(autouse=True)
-def models_are_closed() -> Iterator[None]:
+def models_are_closed():
     yield
     close_all()
 
 
 @pytest.fixture
-def silent() -> Iterator[None]:
+def silent():
     """Failures are a part of it: thousands of lines would be kept."""
     logging.getLogger("moepack.runtime").disabled = True
     yield
@@ -37,17 +33,17 @@ def silent() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def small(demo_model: Path, text: Path, made_once: Any) -> Path:
+def small(demo_model, text, made_once):
     """A bundle of three layers of eight experts."""
 
-    def make(folder: Path) -> None:
+    def make(folder):
         build_tiny("qwen3_moe", folder, SMALL, demo_model, text, num_hidden_layers=3)
 
     return Path(made_once("small", make) / "bundle")
 
 
 @pytest.fixture
-def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def gpu(request, monkeypatch):
     """A stand-in; at the end no rule was broken and everything was given back."""
     from gpu_stand_in import install
 

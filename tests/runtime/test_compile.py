@@ -1,14 +1,10 @@
 """torch.compile of a loaded model, whole graphs: the operator's bits, a step a pass, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,13 +22,13 @@ POLICIES = ((FAST, 30_000_000), ("lru:hi=bf16,lo=w2", None),
 
 
 @pytest.fixture(params=POLICIES, ids=lambda policy: policy[0].partition(":")[0])
-def model(bundle: Path, request: pytest.FixtureRequest) -> Any:
+def model(bundle, request):
     policy, memory = request.param
     torch.compiler.reset()
     return load(bundle, policy, memory, prefill_tokens=64, dtype=torch.float32)
 
 
-def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
+def test_a_whole_graph_and_the_same_logits(model):
     """Under every policy, also after versions have changed: what was compiled reads handles when it runs."""
     compiled, live = torch.compile(model, fullgraph=True, backend="aot_eager"), model.moepack.manager
     compared = 0
@@ -53,7 +49,7 @@ def test_a_whole_graph_and_the_same_logits(model: Any) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")
-def test_by_the_compiler_that_is_used(bundle: Path) -> None:
+def test_by_the_compiler_that_is_used(bundle):
     torch.compiler.reset()
     model = moepack.load(bundle, policy="static:w4", dtype=torch.float32)
     compiled = torch.compile(model.model.layers[1], fullgraph=True)
@@ -64,7 +60,7 @@ def test_by_the_compiler_that_is_used(bundle: Path) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
-def test_the_operator_is_the_forward_to_the_bit(model: Any) -> None:
+def test_the_operator_is_the_forward_to_the_bit(model):
     module = model.model.layers[2].mlp.experts
     x, index = torch.randn(9, 128), torch.randint(0, 17, (9, 2))  # 16 is no expert
     gates = torch.rand(9, 2)
@@ -74,14 +70,14 @@ def test_the_operator_is_the_forward_to_the_bit(model: Any) -> None:
         torch.library.opcheck(torch.ops.moepack.experts.default, (x, index, gates, module._moepack.number))
 
 
-def test_an_interrupted_pass_leaves_no_step(bundle: Path) -> None:
+def test_an_interrupted_pass_leaves_no_step(bundle):
     model = load(bundle, FAST, 30_000_000, prefill_tokens=64)
     steps = model.moepack.manager.residency.steps
     x = torch.zeros(4, 128, dtype=torch.bfloat16)
     index, gates = torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
     numbers = [layer.number for layer in model.moepack.layers]
 
-    def layer(position: int) -> None:
+    def layer(position):
         torch.ops.moepack.experts(x, index, gates, numbers[position])
 
     with torch.no_grad():
@@ -108,7 +104,7 @@ def test_an_interrupted_pass_leaves_no_step(bundle: Path) -> None:
         layer(0)
 
 
-def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None:
+def test_after_an_interrupted_pass_the_thread_is_as_before(bundle):
     """Between two of its operators nothing of it can be told; the next pass, compiled or not, is a step and counted."""
     torch.compiler.reset()
     model = load(bundle, FAST, 30_000_000, prefill_tokens=64)
@@ -119,7 +115,7 @@ def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None
         steps = third.steps
         assert steps is not None
 
-        def interrupted(*_: Any) -> torch.Tensor:
+        def interrupted(*_):
             raise KeyboardInterrupt
 
         third.steps = SimpleNamespace(compiled_layer=interrupted)
@@ -133,7 +129,7 @@ def test_after_an_interrupted_pass_the_thread_is_as_before(bundle: Path) -> None
         del out
 
 
-def test_what_is_refused(bundle: Path) -> None:
+def test_what_is_refused(bundle):
     torch.compiler.reset()
     model = load(bundle, FAST, 30_000_000, prefill_tokens=64)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -3,21 +3,16 @@
 No GPU is there: torch's operations and Triton's launches are recorded on a stand-in, where a graph is the record.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import fake_graph
 import pytest
 import torch
-from gpu_stand_in import StandIn
-from graph_recorder import GraphRecorder, recording
+from graph_recorder import recording
 from live_models import at, ids, load, wait_for
 from support import PATIENCE
 from tiny_models import build_tiny
@@ -51,11 +46,11 @@ ROOM, TOKENS, PASSES = 120_000, 32, 5
 
 
 @pytest.fixture(scope="session")
-def bundles(demo_model: Path, text: Path, made_once: Any) -> Callable[[int], Path]:
+def bundles(demo_model, text, made_once):
     """Bundles of tiny models, by the number of layers."""
 
-    def bundle(layers: int) -> Path:
-        def make(folder: Path) -> None:
+    def bundle(layers):
+        def make(folder):
             build_tiny("qwen3_moe", folder, RECIPE, demo_model, text, num_hidden_layers=layers, head_dim=32)
 
         return Path(made_once(f"decode-{layers}", make) / "bundle")
@@ -64,7 +59,7 @@ def bundles(demo_model: Path, text: Path, made_once: Any) -> Callable[[int], Pat
 
 
 @pytest.fixture(autouse=True)
-def dense_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def dense_kernels(gpu, monkeypatch):
     """Norms, routers and projections by launches, which the stand-in leaves to torch."""
     monkeypatch.setenv(attach.KERNELS, "on")
     monkeypatch.setenv(graphs.VARIABLE, "off")
@@ -73,8 +68,8 @@ def dense_kernels(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
 class Served:
     """A model whose versions change when a test lets them, and a static cache that holds a prompt."""
 
-    def __init__(self, path: Path, policy: str = LIVE, dense: str = "bf16", tokens: int = 2 * TOKENS) -> None:
-        given: Any = {"kv_tokens": tokens, "prefill_tokens": TOKENS, "dtype": torch.float32, "dense": dense}
+    def __init__(self, path, policy=LIVE, dense="bf16", tokens=2 * TOKENS):
+        given = {"kv_tokens": tokens, "prefill_tokens": TOKENS, "dtype": torch.float32, "dense": dense}
         # Under `paged` caches take of it, too
         room = {PAGED: 4 * ROOM, WHOLE: 8 * ROOM}.get(policy, ROOM)
         self.model = load(path, policy, room=room, **given)
@@ -85,29 +80,29 @@ class Served:
             assert ended.wait(PATIENCE), "a round does not end"
         self.cache = self.filled()
 
-    def filled(self) -> StaticCache:
+    def filled(self):
         cache = StaticCache(config=self.model.config, max_cache_len=TOKENS)
         self.run(ids(0, 5), cache)
         return cache
 
-    def run(self, tokens: torch.Tensor, cache: StaticCache) -> torch.Tensor:
+    def run(self, tokens, cache):
         with torch.no_grad():
-            out: torch.Tensor = self.model(tokens, use_cache=True, cache=cache).logits
+            out = self.model(tokens, use_cache=True, cache=cache).logits
         return out
 
-    def record(self, seed: int) -> GraphRecorder:
+    def record(self, seed):
         tokens = ids(seed, 1)
         with recording() as made:
             self.run(tokens, self.cache)
         return made
 
-    def promote(self) -> None:
+    def promote(self):
         """Go on until an expert has another version, or under `paged` another place."""
         before, policy = self.model.moepack.versions, self.model.moepack.manager.policy
         if isinstance(policy, Paged):
             policy._order, policy._before = [row[::-1] for row in policy._order], []  # the others come first
 
-        def changed() -> bool:
+        def changed():
             self._round(time.monotonic())
             return bool(self.model.moepack.versions != before)
 
@@ -115,9 +110,7 @@ class Served:
 
 
 @pytest.mark.parametrize("dense", ["bf16", "w8"])
-def test_a_layer_is_few_operations_the_same_at_every_epoch(
-    bundles: Any, gpu: StandIn, dense: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_is_few_operations_the_same_at_every_epoch(bundles, gpu, dense, monkeypatch):
     """Models of 2 and of 4 layers; the first step of a model shows whether its layers hand on what routers made."""
     # As of a cache on another device than the host, whose memory is the stand-in's
     monkeypatch.setattr("moepack.runtime.residency.sequences.cached_tokens", lambda cache: None)
@@ -140,13 +133,13 @@ def test_a_layer_is_few_operations_the_same_at_every_epoch(
     assert counts[0] - 2 * A_LAYER == BESIDE
 
 
-def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_violations_are_found(bundles, gpu, monkeypatch):
     """Each rule of a graph, broken in the first product of each layer."""
     served, real = Served(bundles(2)), gpu_module.switched
     for _ in range(2):
         assert served.record(1).broken == []
     known = served.record(1).names
-    planted: dict[str, Callable[[Any], Any]] = {
+    planted = {
         "_local_scalar_dense": lambda x: float(x.view(-1)[0]),
         "item": lambda x: x.view(-1)[0].item(),
         "nonzero": lambda x: torch.nonzero(x),
@@ -159,14 +152,14 @@ def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: p
     }
     for rule, breaks in planted.items():
 
-        def broken(matrix: Any, forms: Any, served: Any, handles: Any, geometry: Any, x: Any, *more: Any) -> None:
+        def broken(matrix, forms, served, handles, geometry, x, *more):
             breaks(x)  # noqa: B023
             real(matrix, forms, served, handles, geometry, x, *more)
 
         monkeypatch.setattr(gpu_module, "switched", broken)
         assert rule in served.record(1).broken, rule
 
-    def each(matrix: Any, forms: Any, served: Any, *more: Any) -> None:
+    def each(matrix, forms, served, *more):
         for one in {int(w) & 63 for w in more[0]}:  # as many launches as there are versions
             real(matrix, forms, (one,), *more)
 
@@ -176,9 +169,9 @@ def test_planted_violations_are_found(bundles: Any, gpu: StandIn, monkeypatch: p
 
 
 @pytest.mark.parametrize("policy", [LIVE, PINNED, PAGED, "static:w4"])
-def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_are_the_steps(bundles, gpu, policy, monkeypatch):
     """The bits of the same pass without a graph, promotions between replays, counts included."""
-    made: list[Any] = []
+    made = []
     monkeypatch.setenv(graphs.VARIABLE, "on")
     monkeypatch.setattr(
         graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
@@ -206,12 +199,12 @@ def test_replays_are_the_steps(bundles: Any, gpu: StandIn, policy: str, monkeypa
     assert made[0].replays == PASSES - decode_graph.WARM
 
 
-def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_of_the_servers_passes(bundles, gpu, monkeypatch):
     """Two sequences of other lengths, one of which gets other memory meanwhile, and one of them alone.
 
     Each step is also run, without graphs, by rows of their own. Bits are the same, promotions between, counts included.
     """
-    made, passes = list[Any](), decode_graph.WARM + 2
+    made, passes = [], decode_graph.WARM + 2
     monkeypatch.setattr(
         graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
     )
@@ -275,13 +268,13 @@ def test_replays_of_the_servers_passes(bundles: Any, gpu: StandIn, monkeypatch: 
     torch.testing.assert_close(made_by_graph, want, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_not_captured(bundles: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_captured(bundles, gpu, monkeypatch):
     """Several tokens, other caches, gradients, padding; a step that cannot be captured goes on as it is."""
     monkeypatch.setenv(graphs.VARIABLE, "on")
     monkeypatch.setattr(decode_graph, "WARM", 0)
-    tries: list[int] = []
+    tries = []
 
-    def refuses(run: Any, device: Any, beside: Any) -> Any:
+    def refuses(run, device, beside):
         tries.append(1)
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 

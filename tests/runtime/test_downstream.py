@@ -6,8 +6,6 @@ import json
 import os
 import re
 import warnings
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ from transformers import AutoModelForCausalLM
 import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime import snapshot as snapshots
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.plugin import MoepackConfig
 
 HOT = "hotness:hi=bf16,lo=w2"
@@ -28,7 +25,7 @@ HOT = "hotness:hi=bf16,lo=w2"
 # --- loading
 
 
-def test_options_beside_a_config_are_merged_without_a_warning(bundle: Path) -> None:
+def test_options_beside_a_config_are_merged_without_a_warning(bundle):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for options in (
@@ -47,9 +44,7 @@ def test_options_beside_a_config_are_merged_without_a_warning(bundle: Path) -> N
 
 @pytest.mark.parametrize("options", [{"policy": "static:w2"}, {"quantization_config": MoepackConfig()}])
 @pytest.mark.parametrize("method", [None, "fp8"])
-def test_a_plain_checkpoint_is_no_bundle(
-    demo_model: Path, tmp_path: Path, options: dict[str, Any], method: str | None
-) -> None:
+def test_a_plain_checkpoint_is_no_bundle(demo_model, tmp_path, options, method):
     config = json.loads((demo_model / "config.json").read_text())
     if method:
         config["quantization_config"] = {"quant_method": method}
@@ -60,9 +55,7 @@ def test_a_plain_checkpoint_is_no_bundle(
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["transformers", "moepack"])
-def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
-) -> None:
+def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(bundle, tmp_path, monkeypatch, own):
     """With transformers' part of it in a cache of its own: same token, same cache, and no request where none may be."""
     commit = "0123456789" * 4
     snapshot = tmp_path / "cache" / "models--someone--mini" / "snapshots" / commit
@@ -76,10 +69,10 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
         (snapshot / file.relative_to(bundle)).symlink_to(blobs / str(number))
     (snapshot.parent.parent / "refs").mkdir()
     (snapshot.parent.parent / "refs" / "main").write_text(commit)
-    seen: list[Any] = []
+    seen = []
     fetch = snapshots.fetch
 
-    def note(name: str, commit: str, options: LoadOptions, given: Any) -> Any:
+    def note(name, commit, options, given):
         seen.append((name, commit, options.policy, options.budget, options.dense, given))
         return fetch(name, commit, options, given)
 
@@ -101,7 +94,7 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(
 
 
 @pytest.mark.parametrize(("policy", "memory"), [("static:w2", None), (HOT, "30MB"), ("lru:hi=bf16,lo=w2", "30MB")])
-def test_a_pass_after_close_says_so_at_once(bundle: Path, policy: str, memory: str | None) -> None:
+def test_a_pass_after_close_says_so_at_once(bundle, policy, memory):
     model = moepack.load(bundle, policy=policy, device_memory=memory)
     with model.moepack, torch.inference_mode():
         model(ids(8))
@@ -110,7 +103,7 @@ def test_a_pass_after_close_says_so_at_once(bundle: Path, policy: str, memory: s
             call(ids(8))
 
 
-def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle: Path) -> None:
+def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle):
     """A refusal by the budget counts as out of memory, whether a pass or a load is refused."""
     from accelerate.utils import find_executable_batch_size
 
@@ -140,7 +133,7 @@ def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle: Path) -> None:
 # --- training beside it
 
 
-def test_gradients_by_inputs_and_gates_are_exact(bundle: Path, demo_model: Path) -> None:
+def test_gradients_by_inputs_and_gates_are_exact(bundle, demo_model):
     ours = moepack.load(bundle, policy="static:w3", dtype=torch.float32)
     module, other = (m.model.layers[1].mlp.experts for m in (ours, plain_twin(ours, demo_model)))
     generator = torch.Generator().manual_seed(0)

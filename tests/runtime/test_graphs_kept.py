@@ -1,13 +1,9 @@
 """Which decode steps become graphs, when a failed capture is tried again, and which graphs make room for others."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,24 +17,24 @@ MIB = 1 << 20
 
 
 class Graph:
-    def __init__(self, replay: Callable[[], None]) -> None:
+    def __init__(self, replay):
         self.replay = replay
 
 
 class Device:
     """Memory of a GPU: torch's pool grows to the largest pass captured, and goes with its graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.pool = self.beside = self.executable = 0
-        self.needs: dict[int, int] = {}  # bytes of the pool, by a pass's sequences
-        self.tries: Counter[int] = Counter()
-        self.replays: Counter[int] = Counter()
-        self.alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+        self.needs = {}  # bytes of the pool, by a pass's sequences
+        self.tries = Counter()
+        self.replays = Counter()
+        self.alive = weakref.WeakSet()
         self.sequences = 0  # of the pass
-        self.fails: Exception | None = None
+        self.fails = None
         self.fails_first = False  # in the first replay instead of the capture
 
-    def capture(self, run: Any, device: torch.device, beside: Any) -> Any:
+    def capture(self, run, device, beside):
         run()
         size = self.sequences
         self.tries[size] += 1
@@ -48,11 +44,11 @@ class Device:
         self.alive.add(made := Graph(lambda: self.replay(size)))
         return made
 
-    def reserved(self, device: torch.device, emptied: bool = False) -> int:
+    def reserved(self, device, emptied=False):
         self.pool *= bool(self.alive) or not emptied
         return self.pool
 
-    def replay(self, size: int) -> None:
+    def replay(self, size):
         if self.fails is not None and self.fails_first:
             raise self.fails
         self.replays[size] += 1
@@ -60,24 +56,24 @@ class Device:
 
 
 class Cache:
-    def __init__(self, layers: list[Any]) -> None:
+    def __init__(self, layers):
         self.layers = layers
 
 
 class Model:
     """A model whose passes differ in their number of sequences alone."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, bounded: bool = False) -> None:
+    def __init__(self, monkeypatch, bounded=False):
         self.gpu, self.bounded, self.eager = Device(), bounded, Counter[int]()
         monkeypatch.setattr(graphs, "capture", self.gpu.capture)
         monkeypatch.setattr(graphs, "reserved", self.gpu.reserved)
         monkeypatch.setattr(graphs, "outside", lambda device: self.gpu.beside)
         monkeypatch.setattr(DecodeGraphs, "_may", lambda *given: True)
-        self.graphs = DecodeGraphs([SimpleNamespace(of=SimpleNamespace(device=torch.device("cpu")))])  # type: ignore[list-item]
+        self.graphs = DecodeGraphs([SimpleNamespace(of=SimpleNamespace(device=torch.device("cpu")))])
         layer = SimpleNamespace(keys=torch.zeros(1), values=torch.zeros(1), cumulative_length=torch.zeros(1))
-        self.cache: Any = Cache([layer])
+        self.cache = Cache([layer])
 
-    def run(self, sequences: int, times: int = 1) -> None:
+    def run(self, sequences, times=1):
         ids = torch.zeros(sequences, 1, dtype=torch.long)
         given = {"input_ids": ids, "cache": self.cache}
         self.gpu.sequences = sequences
@@ -89,18 +85,18 @@ class Model:
             self.eager[sequences] += out is None
             assert out is None or out["logits"].shape == (sequences, 1)
 
-    def has(self) -> list[int]:
+    def has(self):
         """The passes with a graph, the least recently used first."""
         return [int(made.given[0].shape[0]) for made in self.graphs._made.values()]
 
 
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Model:
+def model(monkeypatch):
     return Model(monkeypatch)
 
 
 @pytest.mark.parametrize("first_replay", [False, True])
-def test_a_failed_capture_is_tried_again(model: Model, first_replay: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_capture_is_tried_again(model, first_replay, caplog):
     """For one lack of memory, in the capture or when the driver first needs the graph: launches one by one for ever."""
     model.gpu.fails, model.gpu.fails_first = torch.OutOfMemoryError("out of memory\nmore"), first_replay
     model.run(1, 3)
@@ -118,7 +114,7 @@ def test_a_failed_capture_is_tried_again(model: Model, first_replay: bool, caplo
     assert model.eager[1] == 3 + (1 + 2 + 4) * AGAIN + 2 and model.graphs.failures == 3
 
 
-def test_no_failure_is_for_ever(model: Model) -> None:
+def test_no_failure_is_for_ever(model):
     """For what fails each time, a family's code for example: tries become rare, and are bounded on both sides."""
     model.gpu.fails = RuntimeError("operation not permitted when stream is capturing")
     model.run(2, 3)
@@ -131,7 +127,7 @@ def test_no_failure_is_for_ever(model: Model) -> None:
     assert model.gpu.tries[2] == 3
 
 
-def test_a_lack_of_memory_takes_an_idle_graph(model: Model) -> None:
+def test_a_lack_of_memory_takes_an_idle_graph(model):
     """For graphs of passes that come no more, which held what others lacked; one in use stays."""
     model.run(1, 3)
     model.run(2, 3)
@@ -146,7 +142,7 @@ def test_a_lack_of_memory_takes_an_idle_graph(model: Model) -> None:
     assert model.gpu.tries[3] == 2 and model.has() == [2]
 
 
-def test_the_least_recently_used_goes(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_goes(model, monkeypatch):
     """For graphs that left in the order of their captures, the most used one too."""
     monkeypatch.setattr(decode_graph, "KEPT", 3)
     for size in (1, 2, 3):
@@ -157,7 +153,7 @@ def test_the_least_recently_used_goes(model: Model, monkeypatch: pytest.MonkeyPa
     assert model.has() == [3, 1, 4]
 
 
-def test_passes_in_turn_do_not_evict_each_other(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_in_turn_do_not_evict_each_other(model, monkeypatch):
     """For one more kind of pass than graphs: each was captured anew before it came again. One that stops makes room."""
     monkeypatch.setattr(decode_graph, "KEPT", 3)
     for _ in range(40):
@@ -170,7 +166,7 @@ def test_passes_in_turn_do_not_evict_each_other(model: Model, monkeypatch: pytes
     assert sorted(model.has()) == [2, 3, 4] and model.gpu.tries[4] == 1
 
 
-def test_executable_graphs_count(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_executable_graphs_count(monkeypatch, caplog):
     """For what the driver keeps of each graph, which torch's allocator does not see: the budget did not have it."""
     model = Model(monkeypatch, bounded=True)
     model.gpu.executable, model.gpu.needs = 10 * MIB, {1: 20 * MIB, 2: 20 * MIB, 3: 25 * MIB, 4: 30 * MIB}
@@ -181,7 +177,7 @@ def test_executable_graphs_count(monkeypatch: pytest.MonkeyPatch, caplog: pytest
     assert model.has() == [] and "4 graphs take 73400320 bytes" in caplog.text, "30 MiB, and four times 10"
 
 
-def test_memory_that_graphs_share_is_counted_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_graphs_share_is_counted_until_it_goes(monkeypatch):
     """For a budget that counted a graph's own growth of a pool, and forgot it when this graph went.
 
     A pool goes with its last graph. So a pass for which there is no room waits until it may be alone.
@@ -204,7 +200,7 @@ def test_memory_that_graphs_share_is_counted_until_it_goes(monkeypatch: pytest.M
     assert model.gpu.tries[3] == 2, "not even alone"
 
 
-def test_a_graph_goes_with_its_cache(model: Model) -> None:
+def test_a_graph_goes_with_its_cache(model):
     """For graphs of caches that are gone: each would keep the memory of its cache."""
     model.run(1, 3)
     model.run(2, 3)

@@ -1,14 +1,11 @@
 """Serving: versions as `pack` defines them, static policies, the forward against transformers' own, the plug-in."""
 
-from __future__ import annotations
-
 import csv
 import inspect
 import json
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ from moepack.runtime.policies.registry import parse_policy
 
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: torch.dtype) -> None:
+def test_served_weights_are_packs_weights(bundle, version, dtype):
     opened = open_bundle(bundle)
     layer = load_map(opened, ((version,) * 16,) * 4, [torch.device("cpu")] * 4)[1]
     described = opened.manifest.version(version)
@@ -43,7 +40,7 @@ def test_served_weights_are_packs_weights(bundle: Path, version: str, dtype: tor
             assert torch.equal(layer.current.weight(expert, m, dtype), exact.to(dtype))
 
 
-def test_mixed_versions_in_one_layer(bundle: Path, demo_model: Path, tmp_path: Path) -> None:
+def test_mixed_versions_in_one_layer(bundle, demo_model, tmp_path):
     """Every expert runs in its own version: the output is that of a plain model with those weights."""
     names = ["bf16", "w4", "w3", "w2", "w1"]
     table = [[names[(e + k) % 5] for e in range(16)] for k in range(4)]
@@ -58,7 +55,7 @@ def test_mixed_versions_in_one_layer(bundle: Path, demo_model: Path, tmp_path: P
     assert float((want - got).norm() / want.norm()) < 1e-5
 
 
-def test_sentinel_indices_add_nothing(bundle: Path) -> None:
+def test_sentinel_indices_add_nothing(bundle):
     """Expert parallelism marks another rank's experts by an index past the last: no row of theirs is computed."""
     model = moepack.load(bundle, dtype=torch.float32)
     experts = model.model.layers[0].mlp.experts
@@ -71,7 +68,7 @@ def test_sentinel_indices_add_nothing(bundle: Path) -> None:
     assert torch.allclose(out, alone, atol=1e-6) and not out[2].any()
 
 
-def test_resident_bytes_are_counted(bundle: Path) -> None:
+def test_resident_bytes_are_counted(bundle):
     model = moepack.load(bundle, policy="static:w2")
     opened = open_bundle(bundle)
     dense = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
@@ -83,7 +80,7 @@ def test_resident_bytes_are_counted(bundle: Path) -> None:
 # --- policies
 
 
-def test_static_maps(bundle: Path, tmp_path: Path) -> None:
+def test_static_maps(bundle, tmp_path):
     opened = open_bundle(bundle)
     assert static_map(opened, "") == (("bf16",) * 16,) * 4
     assert static_map(opened, "w1") == (("w1",) * 16,) * 4
@@ -108,7 +105,7 @@ def test_static_maps(bundle: Path, tmp_path: Path) -> None:
         parse_policy("magic")
 
 
-def test_the_best_version_that_is_here_is_the_default(damaged: Path) -> None:
+def test_the_best_version_that_is_here_is_the_default(damaged):
     import shutil
 
     shutil.rmtree(damaged / "experts" / "bf16")
@@ -119,14 +116,14 @@ def test_the_best_version_that_is_here_is_the_default(damaged: Path) -> None:
 
 
 @pytest.mark.parametrize("version", ["bf16", "w2"])
-def test_damaged_extents_are_never_served(damaged: Path, version: str) -> None:
+def test_damaged_extents_are_never_served(damaged, version):
     damage(damaged, version, 1, [7])
     with pytest.raises(BundleError, match=f"layer 1, expert 7, version {version}"):
         moepack.load(damaged, policy=f"static:{version}")
     moepack.load(damaged, policy="static:w4")
 
 
-def test_damaged_dense_tensors_are_never_served(damaged: Path) -> None:
+def test_damaged_dense_tensors_are_never_served(damaged):
     flip(damaged / "model.safetensors", -1)
     with pytest.raises(BundleError, match=r"model\.safetensors"):
         moepack.load(damaged)
@@ -135,11 +132,11 @@ def test_damaged_dense_tensors_are_never_served(damaged: Path) -> None:
 # --- the plug-in
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
+def python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_loads_where_transformers_hands_over_no_model(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_where_transformers_hands_over_no_model(bundle, monkeypatch):
     """As transformers 5.19 calls the quantiser, which vLLM 0.32 pins; the limit still finds its model."""
     own = MoepackQuantizer.update_weight_conversions
     monkeypatch.setattr(MoepackQuantizer, "update_weight_conversions", lambda self, found, model: own(self, found))
@@ -149,7 +146,7 @@ def test_loads_where_transformers_hands_over_no_model(bundle: Path, monkeypatch:
     model.moepack.close()
 
 
-def test_without_moepack_nothing_is_served(bundle: Path) -> None:
+def test_without_moepack_nothing_is_served(bundle):
     out = python(
         f"from transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained({str(bundle)!r})"
     )
@@ -162,7 +159,7 @@ def test_without_moepack_nothing_is_served(bundle: Path) -> None:
 # --- evaluation
 
 
-def test_a_process_that_does_not_close_its_model_waits_for_its_threads(bundle: Path) -> None:
+def test_a_process_that_does_not_close_its_model_waits_for_its_threads(bundle):
     """The interpreter ends threads that still run, and one that is inside torch then aborts the process."""
     code = f"""
 import atexit, threading, time
@@ -175,7 +172,7 @@ model.moepack.manager.device.stream.submit(lambda event: time.sleep(1))
     assert run.returncode == 0 and run.stdout.splitlines() == ["[]"], run.stderr
 
 
-def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch):
     """A CPU is not asked; pinned memory says what it lacks. No AMD GPU fits, as the table of kernels says."""
     from types import SimpleNamespace
 
@@ -199,7 +196,7 @@ def test_an_amd_gpu_without_kernels_is_refused_by_name(monkeypatch: pytest.Monke
         cudart.Cudart(0)
 
 
-def test_the_package_shows_its_names_and_a_served_model_says_what_it_is(bundle: Path) -> None:
+def test_the_package_shows_its_names_and_a_served_model_says_what_it_is(bundle):
     assert set(moepack.__all__) <= set(dir(moepack)) and {"load", "build", "open"} <= set(dir(moepack))
     taken = inspect.signature(moepack.load).parameters
     assert {field.name for field in fields(LoadOptions)} <= set(taken), "every option by its name"
@@ -213,7 +210,7 @@ def test_the_package_shows_its_names_and_a_served_model_says_what_it_is(bundle: 
         assert "bytes without a budget; experts: 64 bf16>" in repr(serving)
 
 
-def test_errors_name_arguments_in_python_and_flags_on_a_command_line(bundle: Path) -> None:
+def test_errors_name_arguments_in_python_and_flags_on_a_command_line(bundle):
     with pytest.raises(InputError, match=r"policy hotness: needs a memory budget: device_memory$") as error:
         moepack.load(bundle, policy="hotness")
     with naming_flags():

@@ -1,16 +1,12 @@
 """Forward passes as steps: however they begin and end, from several threads; and what all of them take together."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,17 +21,17 @@ from moepack.runtime.planning.skeleton import LiveBytes
 
 
 @pytest.fixture
-def model(bundle: Path) -> Any:
+def model(bundle):
     return load(bundle, room=3_000_000, prefill_tokens=64)
 
 
-def busy(model: Any, threads: int, seconds: float) -> int:
+def busy(model, threads, seconds):
     """Promotions while so many threads run passes that overlap all the time, and what is hot keeps changing."""
     stop = time.monotonic() + seconds
     live = model.moepack.manager
     before = live.residency.counts.promotions
 
-    def work(number: int) -> None:
+    def work(number):
         seed = number
         with torch.inference_mode():
             while time.monotonic() < stop:
@@ -47,12 +43,12 @@ def busy(model: Any, threads: int, seconds: float) -> int:
     return int(live.residency.counts.promotions - before)
 
 
-def test_passes_that_overlap_do_not_starve_promotions(model: Any) -> None:
+def test_passes_that_overlap_do_not_starve_promotions(model):
     """With publication between steps only, 319 passes that overlapped gave none; the rest is the machine's cores."""
     live = model.moepack.manager
     done = threading.Event()
 
-    def always() -> None:
+    def always():
         """A step is open at every moment: two take turns, each ending after the other has begun."""
         first = live.step()
         first.__enter__()
@@ -76,19 +72,19 @@ def test_passes_that_overlap_do_not_starve_promotions(model: Any) -> None:
     assert live.tracker.peak <= live.plan.budget
 
 
-def open_steps(model: Any) -> int:
+def open_steps(model):
     return len(model.moepack.manager.residency.steps.open)
 
 
-def raising(error: type[BaseException]) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
+def raising(error):
+    def fail(*_):
         raise error("planted")
 
     return fail
 
 
 @pytest.mark.parametrize("policy", [FAST, "lru:hi=bf16,lo=w2", "importance"])
-def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str) -> None:
+def test_an_interrupted_pass_ends_its_step(bundle, policy):
     model = load(bundle, policy, room=2_000_000, prefill_tokens=64)
     for error in (KeyboardInterrupt, SystemExit, RuntimeError):
         hook = model.model.layers[2].register_forward_pre_hook(raising(error))
@@ -97,9 +93,9 @@ def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str) -> None:
                 call(ids(20))
             assert open_steps(model) == 0 and not model.moepack.caches._passes
         hook.remove()
-    out: list[Any] = []  # under lru, passes take turns by a lock: another thread finds it free
+    out = []  # under lru, passes take turns by a lock: another thread finds it free
 
-    def again() -> None:
+    def again():
         with torch.inference_mode():
             out.append(model(ids(20)).logits)
 
@@ -110,9 +106,7 @@ def test_an_interrupted_pass_ends_its_step(bundle: Path, policy: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["pages", "mark"])
-def test_a_step_ends_though_its_pages_or_its_mark_do_not(
-    model: Any, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_ends_though_its_pages_or_its_mark_do_not(model, what, monkeypatch):
     """Else the blocks that it could read would never be free again."""
     live = model.moepack.manager
     if what == "pages":
@@ -125,7 +119,7 @@ def test_a_step_ends_though_its_pages_or_its_mark_do_not(
     assert open_steps(model) == 0
 
 
-def test_every_way_to_run_a_pass_is_a_step(model: Any) -> None:
+def test_every_way_to_run_a_pass_is_a_step(model):
     """One number for the model, its decoder, and their `forward`; one for each layer where experts are called alone."""
     residency = model.moepack.manager.residency
     x, expert = ids(8), model.model.layers[1].mlp.experts
@@ -142,15 +136,15 @@ def test_every_way_to_run_a_pass_is_a_step(model: Any) -> None:
             assert residency.steps.begun == before + 2, "what runs inside a step belongs to it"
 
 
-def test_a_step_sees_one_epoch(bundle: Path) -> None:
+def test_a_step_sees_one_epoch(bundle):
     """Between two layers of a pass all experts are switched: the pass goes on with what it began with."""
     idle = FAST.replace("interval=0.02", "interval=1000")  # the policy itself switches none
     model = load(bundle, idle, room=3_000_000, prefill_tokens=64)
     live = model.moepack.manager
     live.device.limit(None)
-    seen: list[set[str]] = []
+    seen = []
 
-    def switch(*_: Any) -> None:
+    def switch(*_):
         live.transitions.want(dict.fromkeys(list(live.residency.entries)[::2], 0))
         wait_for(lambda: sum(e.active == 0 for e in live.residency.entries.values()) >= 8, live.transitions.tick)
         seen.append({h.version.name for layer in live.layers for h in layer.current.handles})
@@ -168,7 +162,7 @@ def test_a_step_sees_one_epoch(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(("policy", "memory"), [("static:w2", None), ("static:w2", 1 << 30), (FAST, 30_000_000)])
-def test_the_model_is_let_go_at_once(bundle: Path, policy: str, memory: int | None) -> None:
+def test_the_model_is_let_go_at_once(bundle, policy, memory):
     """Nothing that watches it makes a circle of references: experts' memory goes with the model, uncollected."""
     gc.collect()
     gc.disable()
@@ -186,12 +180,12 @@ def test_the_model_is_let_go_at_once(bundle: Path, policy: str, memory: int | No
         gc.enable()
 
 
-def test_passes_at_once_count_together(bundle: Path) -> None:
+def test_passes_at_once_count_together(bundle):
     """Each within the workload, and all of them beyond it: the second waits for the first, or finds room."""
     tight = load(bundle, "static:w2", room=0, prefill_tokens=256)
     watch, inside, most = tight.moepack.caches, threading.Semaphore(0), []
 
-    def slow(*_: Any) -> None:
+    def slow(*_):
         most.append(len(watch._passes))
         inside.release()
         time.sleep(0.4)
@@ -211,7 +205,7 @@ def test_passes_at_once_count_together(bundle: Path) -> None:
 
 
 @torch.inference_mode()
-def test_caches_and_embeddings_are_seen_however_they_are_given(bundle: Path) -> None:
+def test_caches_and_embeddings_are_seen_however_they_are_given(bundle):
     model = load(bundle, "static:w2", room=700_000, prefill_tokens=64)
     watch, x = model.moepack.caches, ids(8)
     mask = torch.ones_like(x)
@@ -230,7 +224,7 @@ def test_caches_and_embeddings_are_seen_however_they_are_given(bundle: Path) -> 
         model(x, input_ids=x)
 
 
-def test_the_cache_of_continuous_batching_is_refused_before_it_is_made(bundle: Path) -> None:
+def test_the_cache_of_continuous_batching_is_refused_before_it_is_made(bundle):
     model = load(bundle, "static:w2", room=700_000, prefill_tokens=64)
     before = model.moepack.tracker.peak
     for call in (lambda: model.generate_batch([[1, 2, 3]]), model.init_continuous_batching):
@@ -254,7 +248,7 @@ ASKED = {  # what a pass is asked for, and how it is loaded
 
 
 @pytest.mark.parametrize(("asked", "options"), ASKED.values(), ids=ASKED)
-def test_what_a_pass_returns_counts(bundle: Path, asked: dict[str, Any], options: dict[str, Any]) -> None:
+def test_what_a_pass_returns_counts(bundle, asked, options):
     """In the smallest budget more than the workload's is refused; what counts is what storages add up to, or more."""
     attention = {k: v for k, v in options.items() if k != "all_logits"}
     workload = {k: v for k, v in options.items() if k == "all_logits"}
@@ -286,9 +280,7 @@ def test_what_a_pass_returns_counts(bundle: Path, asked: dict[str, Any], options
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("buffering", [1, 1 << 20], ids=["while serving", "at the end"])
-def test_a_full_disk_ends_the_trace_and_nothing_else(
-    bundle: Path, tmp_path: Path, buffering: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_disk_ends_the_trace_and_nothing_else(bundle, tmp_path, buffering, caplog):
     model = load(bundle, room=1_000_000, prefill_tokens=64)
     model.moepack.trace(tmp_path / "trace")
     model.moepack._wrapper._trace._file = Path("/dev/full").open("w", buffering=buffering)  # noqa: SIM115
@@ -300,7 +292,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     assert not model.moepack.manager.worker._thread.is_alive()
 
 
-def test_threads_end_however_a_trace_does(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_end_however_a_trace_does(model, monkeypatch):
     monkeypatch.setattr(model.moepack._wrapper, "end_trace", raising(ValueError))
     with pytest.raises(ValueError, match="planted"):
         model.moepack.close()

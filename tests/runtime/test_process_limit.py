@@ -1,15 +1,11 @@
 """A limit on the whole process: arithmetic, refusals, weights that are never held twice, and a cage that holds it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +24,7 @@ from moepack.runtime.store import host_limit
 GIB = 1 << 30
 
 
-def test_budget_and_limit_are_inverse() -> None:
+def test_budget_and_limit_are_inverse():
     beside = Beside(100, 20, 3, 4, 5)
     assert beside.total == 132 and beside.limit(0) == 132 and beside.limit(1000) == 132 + 1000 + 32
     for limit in (133, 5_000, 12_345_678_901, beside.limit(HOLED), beside.limit(HOLED) + 1):
@@ -41,7 +37,7 @@ def test_budget_and_limit_are_inverse() -> None:
     assert sum(map(int, re.findall(r"(\d+) bytes", words))) == beside.limit(1000) - 1000
 
 
-def test_auto_is_what_the_group_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_what_the_group_has_left(tmp_path, monkeypatch):
     """A group of 6 GiB, of which 3 are taken and 2 of those are cache; a system of 32 GiB with 20 left."""
     monkeypatch.setattr(host_limit, "resident", lambda: (GIB // 4, 7))
     system = SimpleNamespace(available=20 * GIB, total=32 * GIB)
@@ -57,7 +53,7 @@ def test_auto_is_what_the_group_has_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert host_limit.group_peak(tmp_path / "none", tmp_path / "none") is None
 
 
-def test_what_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(bundle, monkeypatch):
     with pytest.raises(InputError, match="on the CPU: on cuda"):
         LoadOptions(memory="1GB", device="cuda")
     with pytest.raises(InputError, match="size 'much'"):
@@ -74,14 +70,12 @@ def test_what_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         moepack.load(bundle)
 
 
-def read(*_: object) -> None:
+def read(*_):
     raise AssertionError("weights were read")
 
 
 @pytest.mark.parametrize("policy", ["static:w2", "hotness"])
-def test_a_budget_is_refused_before_a_weight_is_read(
-    bundle: Path, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_is_refused_before_a_weight_is_read(bundle, policy, monkeypatch):
     """In float32 too, which the bundle's files are not: dense tensors and the cache take twice the bytes. The budget
     that the refusal names loads, and is the one that a load would have named after reading."""
     with monkeypatch.context() as patch, pytest.raises(TooSmallError) as refused:
@@ -95,7 +89,7 @@ def test_a_budget_is_refused_before_a_weight_is_read(
 
 
 @pytest.mark.parametrize("policy", ["static:w2", "hotness", "lru:lo=absent"])
-def test_the_least_that_is_named_would_do(bundle: Path, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_that_is_named_would_do(bundle, policy, monkeypatch):
     """It is refused before a weight is read, and the limit that the refusal names loads."""
     with monkeypatch.context() as patch, pytest.raises(TooSmallError, match="a memory limit of 5 bytes") as refused:
         patch.setattr(moepack.runtime.plugin, "attach", read)
@@ -106,7 +100,7 @@ def test_the_least_that_is_named_would_do(bundle: Path, policy: str, monkeypatch
         assert serving.resident_bytes_peak <= serving.budget_bytes == serving.limit.budget < 64 * MIB
 
 
-def in_cage(limit: int, *words: str | Path) -> tuple[int, str, str, int]:
+def in_cage(limit, *words):
     """Run moepack in a control group: exit code, both outputs, the group's peak."""
     command = [sys.executable, "-m", "moepack", *map(str, words)]
     with Cage(limit) as cage:
@@ -118,9 +112,9 @@ def in_cage(limit: int, *words: str | Path) -> tuple[int, str, str, int]:
         return run.returncode, run.stdout, run.stderr, cage.peak() or 0
 
 
-def test_a_process_keeps_its_limit_in_a_cage(bundle: Path, evaluation: Path) -> None:
+def test_a_process_keeps_its_limit_in_a_cage(bundle, evaluation):
     """At the least limit that the refusal names, in a control group of just that size."""
-    words: list[str | Path] = ["eval", bundle, "-d", evaluation, "--policy", "hotness", "--json", "-q"]
+    words = ["eval", bundle, "-d", evaluation, "--policy", "hotness", "--json", "-q"]
     words += ["--samples", "8", "--length", "256"]
     code, _, said, _ = in_cage(2 * GIB, *words, "--memory", "500MB")
     found = re.search(r"a memory limit of 500000000 bytes is too small: the least that would do is (\d+) bytes", said)
@@ -134,13 +128,13 @@ def test_a_process_keeps_its_limit_in_a_cage(bundle: Path, evaluation: Path) -> 
     assert facts["group_bytes_peak"] <= limit
 
 
-def test_tied_weights_count_once(bundle: Path) -> None:
+def test_tied_weights_count_once(bundle):
     """transformers unties weights while it loads; the budget that a limit needs is the one that a plan names."""
     from moepack.runtime.planning import fixed
 
     assert json.loads((bundle / "config.json").read_text())["tie_word_embeddings"]
     fixed._known.clear()
-    work: dict[str, Any] = {"policy": "static:w2", "prefill_tokens": 24}
+    work = {"policy": "static:w2", "prefill_tokens": 24}
     with pytest.raises(TooSmallError) as refused:
         moepack.load(bundle, memory=5, **work)
     assert f" {plan(bundle, LoadOptions(device_memory=0, **work)).least_bytes} bytes budget" in str(refused.value)

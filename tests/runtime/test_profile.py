@@ -1,13 +1,8 @@
 """Profiles: their file, what is refused, what a server saves, and what they change before the first token."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +13,7 @@ from support import ROOT, ids
 import moepack
 import moepack.runtime.profile as profiles
 from moepack.pack.errors import InputError
-from moepack.pack.reader import Bundle, open_bundle, variant
+from moepack.pack.reader import open_bundle, variant
 from moepack.reports.plan import plan
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.profile import kept, profiled, read_profile, write_profile
@@ -27,12 +22,12 @@ DATA = ROOT.parent / "shared" / "data"
 CACHED = "hotness:hi=w4,lo=stored,between=no"
 
 
-def some(bundle: Bundle) -> list[list[int]]:
+def some(bundle):
     """Counts in which each layer's last expert is the busiest."""
     return [list(range(layer.experts)) for layer in bundle.layers]
 
 
-def test_a_profile_is_what_was_written(bundle: Path, tmp_path: Path) -> None:
+def test_a_profile_is_what_was_written(bundle, tmp_path):
     """Of a bundle with other versions too: they share what routes. Nothing but the file is left."""
     opened, file = open_bundle(bundle), tmp_path / "p.json"
     for _ in range(2):
@@ -44,7 +39,7 @@ def test_a_profile_is_what_was_written(bundle: Path, tmp_path: Path) -> None:
         write_profile(tmp_path / "none" / "p.json", opened, some(opened))
 
 
-def test_calibration_keeps_a_little_weight(bundle: Path, tmp_path: Path) -> None:
+def test_calibration_keeps_a_little_weight(bundle, tmp_path):
     opened = open_bundle(bundle)
     write_profile(tmp_path / "p", opened, some(opened))
     before, after = opened.calibration().layers, profiled(opened, tmp_path / "p").calibration().layers
@@ -54,7 +49,7 @@ def test_calibration_keeps_a_little_weight(bundle: Path, tmp_path: Path) -> None
     assert profiled(opened, None) is opened
 
 
-def edited(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+def edited(key, value):
     return lambda document: document.__setitem__(key, value)
 
 
@@ -72,9 +67,7 @@ def edited(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (lambda document: document["counts"][1].__setitem__(1, 1.5), "a count is a whole number"),
     ],
 )
-def test_a_hostile_profile_is_refused(
-    change: Callable[[dict[str, Any]], None], words: str, bundle: Path, tmp_path: Path
-) -> None:
+def test_a_hostile_profile_is_refused(change, words, bundle, tmp_path):
     opened, file = open_bundle(bundle), tmp_path / "p.json"
     write_profile(file, opened, some(opened))
     document = json.loads(file.read_text())
@@ -84,7 +77,7 @@ def test_a_hostile_profile_is_refused(
         moepack.load(bundle, profile=str(file))
 
 
-def test_what_is_no_profile_at_all(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_profile_at_all(bundle, tmp_path, monkeypatch):
     opened, file = open_bundle(bundle), tmp_path / "p"
     for text, words in (("[" * 100_000, "it is no JSON"), ("\xff", "it is no JSON"), ("[]", "its format is not")):
         file.write_text(text, "latin-1")
@@ -97,9 +90,7 @@ def test_what_is_no_profile_at_all(bundle: Path, tmp_path: Path, monkeypatch: py
         read_profile(file, opened)
 
 
-def test_traffic_is_saved_now_and_then_and_at_the_end(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_traffic_is_saved_now_and_then_and_at_the_end(bundle, tmp_path, monkeypatch, caplog):
     """12 tokens choose two experts in each layer; a later session halves them. What cannot be saved is logged."""
     monkeypatch.setattr(profiles, "EVERY", 0.01)
     opened, file = open_bundle(bundle), tmp_path / "p"
@@ -126,7 +117,7 @@ def test_traffic_is_saved_now_and_then_and_at_the_end(
         assert len(serving._wrapper.watchers) == 1, "counted once"
 
 
-def waits(bundle: Path, text: str, tokenizer: Any, **options: Any) -> int:
+def waits(bundle, text, tokenizer, **options):
     """How many experts passes waited for in the first 100 tokens of a text, read one by one."""
     model = moepack.load(bundle, policy=CACHED, prefill_tokens=1, kv_tokens=128, all_logits=False, **options)
     with model.moepack as serving, torch.inference_mode():
@@ -139,7 +130,7 @@ def waits(bundle: Path, text: str, tokenizer: Any, **options: Any) -> int:
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="the workloads are not here")
 @pytest.mark.parametrize("workload", ["gsm8k", "python"])
-def test_ones_own_traffic_is_right_at_token_zero(workload: str, bundle: Path, tmp_path: Path) -> None:
+def test_ones_own_traffic_is_right_at_token_zero(workload, bundle, tmp_path):
     """A profile of other texts of the same kind: passes wait for fewer experts in the first 100 tokens."""
     from transformers import AutoTokenizer
 
@@ -162,7 +153,7 @@ def test_ones_own_traffic_is_right_at_token_zero(workload: str, bundle: Path, tm
     assert own < 0.97 * without, (own, without)
 
 
-def test_counting_shows_how_far_it_is(bundle: Path, tmp_path: Path, evaluation: Path) -> None:
+def test_counting_shows_how_far_it_is(bundle, tmp_path, evaluation):
     """The Hub's bars stand in the place of these while texts and bundles may be fetched, and no longer."""
     from moepack.reports.profile import make_profile
     from moepack.shared.progress import Reporter
@@ -171,12 +162,12 @@ def test_counting_shows_how_far_it_is(bundle: Path, tmp_path: Path, evaluation: 
         hidden, shown = False, 0
 
         @contextlib.contextmanager
-        def hub_bars(self) -> Iterator[None]:
+        def hub_bars(self):
             self.hidden = True
             yield
             self.hidden = False
 
-        def advance(self, amount: int = 1) -> None:
+        def advance(self, amount=1):
             assert not self.hidden
             self.shown += amount
 

@@ -1,19 +1,16 @@
 """A class name has one meaning in the library."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
-from pathlib import Path
 
 from support import ROOT
 
 FOLDERS = ("moepack", "pack", "quantize", "calibrate", "runtime")
 
 
-def repeated_names(root: Path) -> dict[str, list[str]]:
+def repeated_names(root):
     """Class names that several modules define; a private one counts within its own module only."""
-    found: dict[str, list[str]] = defaultdict(list)
+    found = defaultdict(list)
     for path in (p for folder in FOLDERS for p in (root / folder).rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -21,11 +18,11 @@ def repeated_names(root: Path) -> dict[str, list[str]]:
     return {name: sorted(where) for name, where in found.items() if len(where) > 1}
 
 
-def test_a_class_name_has_one_meaning() -> None:
+def test_a_class_name_has_one_meaning():
     assert repeated_names(ROOT) == {}
 
 
-def test_a_name_of_two_classes_is_found(tmp_path: Path) -> None:
+def test_a_name_of_two_classes_is_found(tmp_path):
     (tmp_path / "pack").mkdir()
     for name in ("a", "b"):
         (tmp_path / "pack" / f"{name}.py").write_text("class B: ...\n")

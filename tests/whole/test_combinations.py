@@ -4,13 +4,8 @@ The model has 60,000 weights and a tokenizer of one token a character. Values ar
 transformers on the bundle's own dequantised weights.
 """
 
-from __future__ import annotations
-
 import functools
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -55,10 +50,9 @@ CASES += [(policy, AMPLE, *shape) for policy in BUDGETED for shape in SHAPES[:2]
 CLOSE = 2.0**-18
 PROMPT, NEW, LENGTH, SAMPLES = "The town", 8, 16, 4
 WORK = {"kv_tokens": 128, "prefill_tokens": LENGTH, "all_logits": False}  # one for all: measuring one takes a second
-Make = Callable[[bool], Path]
 
 
-def save_tokenizer(path: Path) -> Path:
+def save_tokenizer(path):
     """A tokenizer of one token a byte; its text has one character and a space a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -71,13 +65,13 @@ def save_tokenizer(path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def tiny(text, tmp_path_factory):
     """The bundle of a model whose output projection is tied to its embeddings, or is not."""
     folder = tmp_path_factory.mktemp("combined")
     tokenizer = save_tokenizer(folder / "tokenizer")
 
     @functools.cache
-    def make(tied: bool) -> Path:
+    def make(tied):
         source, path = folder / f"checkpoint-{tied}", folder / f"bundle-{tied}"
         tiny_models.save_tiny("qwen3_moe", source, tokenizer, tie_word_embeddings=tied, **SIZE)
         build(source, path, parse_recipe(RECIPE, "tiny"), [text])
@@ -87,7 +81,7 @@ def tiny(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 @functools.cache
-def reference(bundle: Path, dense: str | None, versions: tuple[tuple[str, ...], ...]) -> Any:
+def reference(bundle, dense, versions):
     """Plain transformers in float32, its weights those of these versions dequantised."""
     from transformers import AutoModelForCausalLM
 
@@ -106,11 +100,9 @@ def reference(bundle: Path, dense: str | None, versions: tuple[tuple[str, ...], 
 
 
 @pytest.mark.parametrize("policy, budget, tied, dense", CASES)
-def test_every_way_gives_the_same(
-    tiny: Make, tied: bool, dense: str | None, policy: str, budget: int | str | None, evaluation: Path
-) -> None:
+def test_every_way_gives_the_same(tiny, tied, dense, policy, budget, evaluation):
     bundle, tokenizer = tiny(tied), load_tokenizer(tiny(tied))
-    asked: dict[str, Any] = {"policy": policy, "dense": dense}
+    asked = {"policy": policy, "dense": dense}
     if budget is not None:
         if budget == "least":
             with pytest.raises(TooSmallError) as refused:
@@ -158,11 +150,11 @@ def test_every_way_gives_the_same(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("policy", ["static", "paged"])
 @pytest.mark.parametrize("dense", [None, "w4"])
-def test_every_dtype_is_served_and_paged(tiny: Make, dense: str | None, policy: str, dtype: torch.dtype) -> None:
+def test_every_dtype_is_served_and_paged(tiny, dense, policy, dtype):
     """Ids are fixed: their routers choose by more than a rounding."""
     bundle, ids = tiny(False), torch.arange(1, 13)[None]
     wanted = reference(bundle, dense, (("bf16",) * 4,) * 2)
-    asked: dict[str, Any] = {} if policy == "static" else {"device_memory": AMPLE}
+    asked = {} if policy == "static" else {"device_memory": AMPLE}
     model = moepack.load(bundle, policy=policy, dense=dense, dtype=dtype, **asked, **WORK)
     with model.moepack, torch.inference_mode():
         logits, exact = model(ids, logits_to_keep=1).logits, wanted(ids, logits_to_keep=1).logits
@@ -173,7 +165,7 @@ def test_every_dtype_is_served_and_paged(tiny: Make, dense: str | None, policy: 
     assert (logits.float() - exact).abs().max() <= close * exact.abs().max()
 
 
-def test_a_divergence_is_of_the_versions_not_of_the_budget(tiny: Make, evaluation: Path) -> None:
+def test_a_divergence_is_of_the_versions_not_of_the_budget(tiny, evaluation):
     bundle, files = tiny(False), [str(evaluation)]
     windows, _ = document_windows(files[0], load_tokenizer(bundle), LENGTH, SAMPLES)
     with torch.inference_mode():
@@ -190,7 +182,7 @@ def test_a_divergence_is_of_the_versions_not_of_the_budget(tiny: Make, evaluatio
             assert found.kl == pytest.approx(kl, abs=1e-6) and (dense is not None or found.top1_agreement == 1)
 
 
-def test_a_packed_head_counts_its_parameters_and_keeps_its_size(tiny: Make) -> None:
+def test_a_packed_head_counts_its_parameters_and_keeps_its_size(tiny):
     exact, packed = (moepack.load(tiny(False), dense=dense) for dense in ("bf16", "w4"))
     plain = reference(tiny(False), None, (("bf16",) * 4,) * 2)
     assert exact.num_parameters() == packed.num_parameters() == plain.num_parameters()

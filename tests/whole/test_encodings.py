@@ -1,13 +1,9 @@
 """A new encoding is one file and a line of the kernels' table: `w6` of docs/extending/encoding.md, built and served."""
 
-from __future__ import annotations
-
 import pickle
 import re
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,13 +32,13 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 """
 
 
-def blocks() -> list[str]:
+def blocks():
     """The Python of the page: the new file, then the line of the kernels' table."""
     return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending" / "encoding.md").read_text(), re.DOTALL)
 
 
 @pytest.fixture
-def w6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Version]:
+def w6(tmp_path, monkeypatch):
     """The page's new file, in a folder that the encodings are looked for in."""
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "w6.py").write_text(blocks()[0])
@@ -54,13 +50,13 @@ def w6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Version]:
 
 
 @pytest.fixture
-def in_table(w6: Version, monkeypatch: pytest.MonkeyPatch) -> Version:
+def in_table(w6, monkeypatch):
     """The page's line in the kernels' table, too."""
     monkeypatch.setattr(forms, "KERNELS", forms.KERNELS | eval(f"{{{blocks()[1]}}}", vars(forms)))
     return w6
 
 
-def test_the_table() -> None:
+def test_the_table():
     assert tuple(n for n in version_names() if not encoding_of(n).released) == KNOWN
     for e in base.KNOWN:
         made = Version.of(e.name)
@@ -80,7 +76,7 @@ def test_the_table() -> None:
         Version.of("w4", 48)
 
 
-def test_pack_holds_it(w6: Version) -> None:
+def test_pack_holds_it(w6):
     """All 64 codes come back, and its weights are scale * (code - zero), by pack's reference and by torch's."""
     values = [random_matrix(m, w6, seed) for seed, m in enumerate(MATRICES)]
     assert set(np.unique(values[0].codes)) == set(range(64))
@@ -97,16 +93,16 @@ def test_pack_holds_it(w6: Version) -> None:
         assert np.array_equal(torchs.numpy().astype(np.float64), want)
 
 
-def test_a_quantiser_takes_it(w6: Version) -> None:
+def test_a_quantiser_takes_it(w6):
     weight = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0))
     error = [float((dequantise_batch(rtn.quantise(weight, v), v) - weight).norm()) for v in (w6, Version.of("w4", 64))]
     assert error[0] < error[1] / 3
 
 
 def test_a_bundle_holds_it_and_a_cpu_serves_it(
-    w6: Version, demo_model: Path, text: Path, tmp_path: Path, request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    w6, demo_model, text, tmp_path, request,
+    monkeypatch,
+):  # fmt: skip
     """From recipe to logits by the page's two changes; without the table's line, a load says what the kernels know."""
     recipe = parse_recipe(RECIPE, "eight")
     assert [(v.name, v.bits, v.group_size) for v in recipe.version_specs()] == [
@@ -142,7 +138,7 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
         open_bundle(tmp_path / "bundle")
 
 
-def test_mixed_versions_are_for_experts_alone(demo_model: Path) -> None:
+def test_mixed_versions_are_for_experts_alone(demo_model):
     with pytest.raises(InputError, match="dense: w2d3 is for experts alone"):
         parse_recipe("dense: [w2d3]", "recipe")
     with pytest.raises(InputError, match=r"group_size.w2d3: 64 is not one of 128"):
@@ -150,7 +146,7 @@ def test_mixed_versions_are_for_experts_alone(demo_model: Path) -> None:
 
 
 @pytest.mark.parametrize(("method", "bits"), [("gptq", 3), ("gptqmodel", 3), ("hqq", 2), ("rtn", 3)])
-def test_every_method_gives_down_its_bits(method: str, bits: int) -> None:
+def test_every_method_gives_down_its_bits(method, bits):
     weight = torch.randn(2, 32, 256, generator=torch.Generator().manual_seed(0))
     version, moments = Version.of(f"w{bits - 1}d{bits}"), torch.eye(256)[None].repeat(2, 1, 1)
     made = methods.quantise_all(method, weight, moments, [version], matrix=1)[version]
@@ -159,12 +155,12 @@ def test_every_method_gives_down_its_bits(method: str, bits: int) -> None:
     assert float(error) < {3: 0.10, 2: 0.5}[bits]
 
 
-def test_names_of_versions_need_no_numpy() -> None:
+def test_names_of_versions_need_no_numpy():
     code = "import sys; from moepack.pack.spec import Version; Version.of('w4'); print('numpy' in sys.modules)"
     assert python("-c", code) == "False\n"
 
 
-def test_kernels_refuse_it_by_name(w6: Version) -> None:
+def test_kernels_refuse_it_by_name(w6):
     known = "no kernel knows the encoding w6"
     with pytest.raises(InputError, match=known):
         forms.make_forms(MATRICES, w6)
@@ -179,7 +175,7 @@ def test_kernels_refuse_it_by_name(w6: Version) -> None:
         triton.product(MATRICES[0], [form], [0], table, geometry, x, torch.empty(1, 34), triton.DECODE)
 
 
-def test_c_refuses_numbers_it_does_not_know(w6: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_refuses_numbers_it_does_not_know(w6, monkeypatch):
     """Before any work: nothing is written, not even of experts whose encoding is known."""
     native = pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
     with pytest.raises(InputError, match="w6"):

@@ -1,12 +1,8 @@
 """The training script makes a model that the pipeline takes."""
 
-from __future__ import annotations
-
 import runpy
 import sys
-from pathlib import Path
 
-import pytest
 from support import ROOT
 
 from moepack.pipeline.build import build
@@ -15,9 +11,7 @@ from moepack.reports.evaluate import evaluate
 from moepack.reports.verify import verify
 
 
-def test_train_then_build(
-    text: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_then_build(text, evaluation, tmp_path, monkeypatch, capsys):
     command = [
         ROOT / "examples" / "train.py", "--text", text, "-o", tmp_path / "model", "--steps", "40",
         "--batch", "4", "--length", "64", "--vocabulary", "512", "--layers", "2", "--hidden", "32", "--experts", "4",

@@ -1,11 +1,7 @@
 """A checkpoint again from its bundle alone: every tensor byte for byte, whatever the model is made of."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -15,7 +11,6 @@ from released import same
 from released_kinds import weight
 from safetensors.torch import load_file, save_file
 from support import Notes, edit_tensors
-from torch import Tensor
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -34,11 +29,11 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 """
 
 
-def stored(path: Path) -> dict[str, tuple[str, Tensor]]:
+def stored(path):
     return {name: (file.name, t) for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def made(checkpoint: Path, folder: Path, text: Path, more: str = "") -> list[str]:
+def made(checkpoint, folder, text, more=""):
     """Build, dry-run and export; assert that all tensors are the same; return the notes of the build."""
     notes, dry, recipe = Notes(), Notes(), parse_recipe(RECIPE + more, "test")
     few = estimate(checkpoint, folder / "bundle", recipe, [text], reporter=dry)
@@ -59,11 +54,11 @@ def made(checkpoint: Path, folder: Path, text: Path, more: str = "") -> list[str
     return notes.notes
 
 
-def plain(family: str, folder: Path, demo_model: Path, **extra: Any) -> Path:
+def plain(family, folder, demo_model, **extra):
     return tiny_models.save_tiny(family, folder / "checkpoint", demo_model, **extra)
 
 
-def test_experts_that_bf16_rounds_are_no_checkpoint(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_experts_that_bf16_rounds_are_no_checkpoint(demo_model, text, tmp_path):
     plain("qwen3_moe", tmp_path, demo_model, dtype=torch.float32)
     notes = Notes()
     build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text], reporter=notes)
@@ -74,14 +69,14 @@ def test_experts_that_bf16_rounds_are_no_checkpoint(demo_model: Path, text: Path
         export_checkpoint(tmp_path / "bundle", tmp_path / "again")
 
 
-def deepseek(folder: Path, demo_model: Path) -> Path:
+def deepseek(folder, demo_model):
     """A DeepSeek-V4 as released: experts in MXFP4, attention in FP8; its o_a_proj is no Linear, others are small."""
     small = {
         "num_key_value_heads": 1, "n_routed_experts": 4, "moe_intermediate_size": 64, "q_lora_rank": 32,
         "o_lora_rank": 32, "o_groups": 2, "num_hidden_layers": 1, "head_dim": 32, "qk_rope_head_dim": 16,
         "mlp_layer_types": ["moe"], "layer_types": ["sliding_attention"],
     }  # fmt: skip
-    path, tensors = plain("deepseek_v4", folder, demo_model, **small), dict[str, Tensor]()
+    path, tensors = plain("deepseek_v4", folder, demo_model, **small), {}
     for seed, (long, tensor) in enumerate(load_file(path / "model.safetensors").items()):
         name = long.removeprefix("model.")
         fp8 = "fp8 blocks E8M0" if re.search(r"\.(wo|wq|wkv|w\d)", name) else None
@@ -96,7 +91,7 @@ def deepseek(folder: Path, demo_model: Path) -> Path:
     return path
 
 
-def test_matrices_that_are_decoded_are_kept_as_well(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_matrices_that_are_decoded_are_kept_as_well(demo_model, text, tmp_path):
     notes = made(deepseek(tmp_path, demo_model), tmp_path, text)
     (line,) = [n for n in notes if "export" in n]
     kept = load_file(tmp_path / "bundle" / "released.safetensors")
@@ -111,7 +106,7 @@ def test_matrices_that_are_decoded_are_kept_as_well(demo_model: Path, text: Path
         export_checkpoint(tmp_path / "small", tmp_path / "none")
 
 
-def test_a_tower_whose_matrices_are_cut(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_tower_whose_matrices_are_cut(demo_model, text, tmp_path):
     """Kimi-K2.5's vision tower has one tensor for q, k and v, of which the model makes three."""
     language = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
     language |= tiny_models._MLA | {"num_hidden_layers": 2, "model_type": "deepseek_v3"}
@@ -127,7 +122,7 @@ def test_a_tower_whose_matrices_are_cut(demo_model: Path, text: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("mtp", ["drop", "keep"])
-def test_what_the_model_has_no_place_for(mtp: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_what_the_model_has_no_place_for(mtp, demo_model, text, tmp_path):
     """An output projection that is tied and stored, a rotary table, and an MTP layer in FP8."""
     small = {"num_experts": 4, "moe_intermediate_size": 64, "tie_word_embeddings": True}
     tiny_models.save_tiny("qwen3_moe", tmp_path / "plain", demo_model, **small)
@@ -149,7 +144,7 @@ def test_what_the_model_has_no_place_for(mtp: str, demo_model: Path, text: Path,
     assert "lm_head.weight" in load_file(tmp_path / "bundle" / "released.safetensors")
 
 
-def test_narrower_dense_versions(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_narrower_dense_versions(demo_model, text, tmp_path):
     """Beside released ones they change nothing; without those an export is refused before it begins."""
     from released_kinds import KINDS
 

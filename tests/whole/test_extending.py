@@ -1,7 +1,5 @@
 """A family and a device as docs/extending/ adds them, word by word; and the counts of files on all of its pages."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path
@@ -30,7 +28,7 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 """
 
 
-def test_a_family(demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family(demo_model, text, tmp_path, monkeypatch):
     """Refused without its line; with it and its file built, loaded, and the same as the plain model's own loop."""
     family = documented("family", "trio_model", tmp_path)
     documented("family", "moepack.families.trio", tmp_path, 1)
@@ -62,7 +60,7 @@ def test_a_family(demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pyt
     assert type(model_of(config).model.layers[0].mlp.experts).__name__ == "Experts"
 
 
-def test_a_device(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device(bundle, tmp_path, monkeypatch):
     """Versions change over the slow link, and no pass waits for it."""
     slow = documented("device", "moepack.runtime.devices.slow", tmp_path).SlowLink
     assert {n for n in vars(Device) if not n.startswith("_")} <= set(vars(slow)), "a method of the contract"
@@ -85,7 +83,7 @@ def test_a_device(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert served.counters()["forward_waits"] == 0 and served.resident_bytes_peak <= budget
 
 
-def test_counts_of_files_are_true() -> None:
+def test_counts_of_files_are_true():
     """Each page names the files that its example touches: a new one, and one that is there."""
     for name in ("policy", "quantiser", "family", "device"):
         said = re.search(r"^Touches (?:0 files .*?, else )?(\d+) files?[^:]*?: (.*?)\.$", PAGES[name], re.M | re.S)

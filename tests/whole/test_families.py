@@ -1,9 +1,5 @@
 """Every family: build, verify, load and evaluate a tiny random model, through transformers' own modules."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import tiny_models
 import torch
@@ -22,7 +18,7 @@ calibration: {{samples: 4, length: 64, batch_size: 2}}
 """
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative(a, b):
     return float((a.float() - b.float()).norm() / b.float().norm())
 
 
@@ -32,7 +28,7 @@ FAMILIES = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_family(family: str, demo_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_family(family, demo_model, text, evaluation, tmp_path):
     from transformers import AutoModelForCausalLM
 
     checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
@@ -56,7 +52,7 @@ def test_family(family: str, demo_model: Path, text: Path, evaluation: Path, tmp
     assert score.tokens == 8 * 31 and score.perplexity > 1 and score.policy == "static:w4"
 
 
-def test_another_dtype_is_rounded_and_said_so(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_another_dtype_is_rounded_and_said_so(demo_model, text, tmp_path):
     """A float32 checkpoint: experts are held rounded to BF16, everything else in float32 as it was."""
     from safetensors import safe_open
 

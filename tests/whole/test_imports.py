@@ -1,15 +1,11 @@
 """Rooms, and the arrows between them: who imports whom, read from the sources. `pytest -s` on this file prints both."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
 from support import ROOT, python
@@ -59,10 +55,9 @@ OPTIONAL = {
     **dict.fromkeys(("datasets", "gptqmodel", "hqq", "llguidance", "lm_eval", "matplotlib"), "none"),
 }
 STANDARD_ONLY = ("pack.spec", "pack.errors")
-Imports = dict[str, set[str]]  # module -> modules of moepack, and other packages as ".name"
 
 
-def sources(root: Path) -> dict[str, Path]:
+def sources(root):
     """Every module by its name, without the "moepack." before it."""
     found = {}
     for folder in ("moepack", "pack", "quantize", "calibrate", "recipes", "runtime"):
@@ -72,10 +67,10 @@ def sources(root: Path) -> dict[str, Path]:
     return found
 
 
-def imports(root: Path, eager: bool = False) -> Imports:
+def imports(root, eager=False):
     """What every module imports, wherever in it the import stands; or if `eager`, what its own import imports."""
     modules = sources(root)
-    out: Imports = {}
+    out = {}
     for name, path in modules.items():
         out[name] = set()
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -93,11 +88,11 @@ def imports(root: Path, eager: bool = False) -> Imports:
 
 
 @functools.cache
-def _tree(path: Path) -> ast.Module:
+def _tree(path):
     return ast.parse(path.read_text())
 
 
-def _nodes(tree: ast.AST, eager: bool) -> Iterator[ast.AST]:
+def _nodes(tree, eager):
     """Every node of a file; if `eager`, those alone that run when the file is imported."""
     for node in ast.iter_child_nodes(tree):
         for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
@@ -106,7 +101,7 @@ def _nodes(tree: ast.AST, eager: bool) -> Iterator[ast.AST]:
             yield from _nodes(node, eager)
 
 
-def _statements(nodes: Iterator[ast.AST], package: str) -> Iterator[tuple[str, list[str]]]:
+def _statements(nodes, package):
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from ((alias.name, []) for alias in node.names)
@@ -118,20 +113,20 @@ def _statements(nodes: Iterator[ast.AST], package: str) -> Iterator[tuple[str, l
             yield base, [alias.name for alias in node.names]
 
 
-def room(module: str) -> str:
+def room(module):
     parts = module.split(".")
     return next((r for r in (".".join(parts[:2]), parts[0]) if r in FLOORS), parts[0])
 
 
-def arrows(found: Imports) -> dict[str, set[str]]:
+def arrows(found):
     """Room -> rooms that its files import from."""
-    out: dict[str, set[str]] = {r: set() for r in FLOORS}
+    out = {r: set() for r in FLOORS}
     for module, targets in found.items():
         out[room(module)] |= {room(t) for t in targets if not t.startswith(".")} - {room(module)}
     return out
 
 
-def wrong(found: Imports) -> list[str]:
+def wrong(found):
     """Every import that goes upward, or where a room may never go."""
     out = []
     for module, targets in found.items():
@@ -142,7 +137,7 @@ def wrong(found: Imports) -> list[str]:
     return out
 
 
-def circle(found: Imports) -> list[str]:
+def circle(found):
     """Modules that import each other, if there are any: one such circle."""
     try:
         TopologicalSorter({m: {t for t in targets if not t.startswith(".")} for m, targets in found.items()}).prepare()
@@ -151,9 +146,9 @@ def circle(found: Imports) -> list[str]:
     return []
 
 
-def bound(eager: Imports, package: str) -> set[str]:
+def bound(eager, package):
     """Modules that cannot be imported without a package: they import it, or a module or folder that does."""
-    out, more = set[str](), {f".{package}"}
+    out, more = set(), {f".{package}"}
     while more:
         out |= more
         folders = {m for m in out if not m.startswith(".")}
@@ -161,30 +156,30 @@ def bound(eager: Imports, package: str) -> set[str]:
     return out - {f".{package}"}
 
 
-def _inside(module: str, folders: set[str]) -> bool:
+def _inside(module, folders):
     """Whether a module lies in one of these packages, whose `__init__` is imported before it."""
     parts = module.split(".")
     return any(".".join(parts[:n]) in folders for n in range(1, len(parts)))
 
 
 @pytest.fixture(scope="module")
-def found() -> Imports:
+def found():
     return imports(ROOT)
 
 
-def test_no_arrow_goes_upward(found: Imports) -> None:
+def test_no_arrow_goes_upward(found):
     for name, targets in arrows(found).items():
         print(f"{name:<20} -> {', '.join(sorted(targets, key=FLOORS.index)) or 'nothing'}")
     assert {room(m) for m in found} == set(FLOORS), "a folder that is no room"
     assert wrong(found) == []
 
 
-def test_no_circle_of_files(found: Imports) -> None:
+def test_no_circle_of_files(found):
     """The two that are meant: `moepack` hands its functions on, and imports them when they are asked for."""
     assert circle({m: t - {"moepack"} for m, t in found.items()}) == []
 
 
-def test_what_may_be_missing_is_imported_late(found: Imports) -> None:
+def test_what_may_be_missing_is_imported_late(found):
     """Planted once: `attach` asked `decode_graph` for a setting, and so no bundle was loaded without Triton."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     always = {re.split("[>=]", name)[0].replace("-", "_").replace("pyyaml", "yaml") for name in needed}
@@ -196,7 +191,7 @@ def test_what_may_be_missing_is_imported_late(found: Imports) -> None:
     assert "runtime.decode_graph" in bound(eager, "triton") and "moepack.server.http.app" in bound(eager, "h11")
 
 
-def test_the_registry_alone_knows_policies(found: Imports) -> None:
+def test_the_registry_alone_knows_policies(found):
     """So a policy is dropped with its file, its line and its page."""
     registry = "runtime.policies.registry"
     policies = {name for name in found[registry] if name.startswith("runtime.policies.")} - {
@@ -207,13 +202,13 @@ def test_the_registry_alone_knows_policies(found: Imports) -> None:
 
 
 @pytest.mark.parametrize("name", STANDARD_ONLY)
-def test_standard_library_only(found: Imports, name: str) -> None:
+def test_standard_library_only(found, name):
     others = {n[1:] for n in found[name] if n.startswith(".")}
     assert others <= set(sys.stdlib_module_names)
     assert all(n.startswith(".") or n.startswith("pack") for n in found[name])
 
 
-def test_the_rules_can_fail(tmp_path: Path) -> None:
+def test_the_rules_can_fail(tmp_path):
     """Planted: an arrow upward, one where a server may not go, a circle of two files, a relative way out of a room."""
     texts = {
         "runtime/store/a.py": "def f():\n    from moepack.runtime.residency import manager\n",
@@ -241,7 +236,7 @@ def test_the_rules_can_fail(tmp_path: Path) -> None:
     assert planted["runtime.residency.manager"] == {"runtime.planning.plan"} and ".torch" in planted["pack.spec"]
 
 
-def test_import_moepack_is_light() -> None:
+def test_import_moepack_is_light():
     heavy = "{'torch', 'transformers', 'numpy', 'datasets', 'gptqmodel', 'rich', 'typer'}"
     code = f"import moepack, sys; print(sorted({heavy} & set(sys.modules)))"
     assert python("-c", code).strip() == "[]"

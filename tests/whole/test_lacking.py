@@ -1,12 +1,8 @@
 """moepack where packages are missing that only some of its users have."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
-from pathlib import Path
-from typing import Any
 
 import lacking
 import pytest
@@ -19,13 +15,13 @@ pytest.importorskip("uvicorn")
 EXTRAS = {"lm_eval": "eval", "ray": "ray", "replicas": "ray", "gptqmodel": "gptqmodel", "serve": "serve"}
 
 
-def found(where: Path, *given: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
+def found(where, *given, names):
     out = python(HELPERS / "lacking.py", where, *given, *names)
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
-def whole_core(short_model: Path, text: Path, bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole_core(short_model, text, bundle, tmp_path_factory):
     """What the commands give with everything installed, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -35,7 +31,7 @@ def whole_core(short_model: Path, text: Path, bundle: Path, tmp_path_factory: py
         torch.set_num_threads(threads)
 
 
-def test_without_any(short_model: Path, text: Path, bundle: Path, tmp_path: Path, whole_core: dict[str, Any]) -> None:
+def test_without_any(short_model, text, bundle, tmp_path, whole_core):
     """Where there is nothing but the runtime and the server, and torch is a wheel for CPUs, which brings no Triton: the
     commands give the same, and those that need more end in a line that names the extra. No bundle was loaded there,
     because `attach` imported Triton through the graphs of decode steps."""
@@ -54,7 +50,7 @@ def test_without_any(short_model: Path, text: Path, bundle: Path, tmp_path: Path
         assert any(library in result[2].replace("-", "_") for library in brought), (name, result[2])
 
 
-def test_without_linux(short_model: Path, text: Path, bundle: Path, tmp_path: Path, whole_core: dict[str, Any]) -> None:
+def test_without_linux(short_model, text, bundle, tmp_path, whole_core):
     """The commands give the same without the calls, functions and files that Linux has and macOS has not. What a macOS
     lacks beside these, or does otherwise, is not tried."""
     out = python(HELPERS / "without_linux.py", tmp_path / "none", short_model, text, bundle)

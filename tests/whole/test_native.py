@@ -1,7 +1,5 @@
 """Checkpoints as they were released, from build to logits: every format, on a model of a few kilobytes."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -9,18 +7,15 @@ import os
 import shutil
 import signal
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from native_checkpoints import IDS, Make, logits, released, small
+from native_checkpoints import IDS, logits, released, small
 from released import found, same
 from released_kinds import E8M0, KINDS, block_fp8
 from safetensors.torch import load_file, save_file
 from support import forked, spy, tree
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import moepack
@@ -51,7 +46,7 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 """
 SERVED = list(KINDS)
 
-DENSE: dict[str, tuple[Make, str, int]] = {  # experts' format -> attention's, its version and group size
+DENSE = {  # experts' format -> attention's, its version and group size
     "deepseek mxfp4": (lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0), "fp8", 128),
     "fp8 blocks": (KINDS["fp8 blocks"].make, "fp8", 32),
     "ct nvfp4": (KINDS["ct nvfp4"].make, "nvfp4", 16),
@@ -59,23 +54,23 @@ DENSE: dict[str, tuple[Make, str, int]] = {  # experts' format -> attention's, i
 
 
 @pytest.fixture(scope="module")
-def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(demo_model, tmp_path_factory):
     return small(demo_model, tmp_path_factory.mktemp("plain"), hidden_size=128, head_dim=64)
 
 
-def reference(values: dict[str, Tensor], plain: Path, folder: Path) -> Tensor:
+def reference(values, plain, folder):
     """What transformers computes in float32 with these values."""
     folder.mkdir()
     (folder / "config.json").write_bytes((plain / "config.json").read_bytes())
     save_file(values, folder / "model.safetensors", {"format": "pt"})
     with torch.inference_mode():
-        logits: Tensor = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
+        logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
     return logits
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("kind", SERVED)
-def test_from_checkpoint_to_logits(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
+def test_from_checkpoint_to_logits(kind, plain, text, tmp_path):
     """The bundle's codes are the checkpoint's, w2 is made from their values, and it computes what they compute."""
     values = released(plain, tmp_path / "checkpoint", kind)
     build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "native"), [text])
@@ -96,7 +91,7 @@ def test_from_checkpoint_to_logits(kind: str, plain: Path, text: Path, tmp_path:
     check_export(tmp_path, kind)
 
 
-def check_export(folder: Path, kind: str) -> None:
+def check_export(folder, kind):
     """Every tensor that the checkpoint had comes back, byte for byte, from the bundle alone."""
     before = load_file(folder / "checkpoint" / "model.safetensors")
     (folder / "checkpoint").rename(folder / "elsewhere")
@@ -112,7 +107,7 @@ def check_export(folder: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SERVED)
-def test_the_configuration_alone_tells_the_version(kind: str, plain: Path, tmp_path: Path) -> None:
+def test_the_configuration_alone_tells_the_version(kind, plain, tmp_path):
     """But for the dtype of GPTQ's and AWQ's scales, and formats that only tensors tell apart."""
     released(plain, tmp_path / "checkpoint", kind)
     native = StreamedModel(open_checkpoint(tmp_path / "checkpoint")).native
@@ -121,7 +116,7 @@ def test_the_configuration_alone_tells_the_version(kind: str, plain: Path, tmp_p
     assert (told.group_size, told.zero) == (native.group_size, native.zero)
 
 
-def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path) -> None:
+def test_versions_beside_a_released_one(plain, text, tmp_path):
     """Added versions are those of one build; what takes more bits than the checkpoint, or holds it too, is refused."""
     released(plain, tmp_path / "checkpoint", "deepseek mxfp4")
     at = {"checkpoint": tmp_path / "checkpoint", "output": tmp_path / "b"}
@@ -146,12 +141,12 @@ def test_versions_beside_a_released_one(plain: Path, text: Path, tmp_path: Path)
     check_kills(tmp_path)
 
 
-def check_whole_or_absent(folder: Path) -> None:
+def check_whole_or_absent(folder):
     """An export is at its name when it is complete, and removes what a killed one left beside it."""
     room = folder / "room"
     room.mkdir()
 
-    seen: list[str] = []
+    seen = []
     with pytest.MonkeyPatch.context() as patch:
         spy(patch, FilledFile, "close", lambda file: seen.extend(p.name for p in room.iterdir()))
         export_checkpoint(folder / "b", room / "c")
@@ -167,17 +162,17 @@ def check_whole_or_absent(folder: Path) -> None:
     assert tree(room / "empty") == tree(room / "c")
 
 
-def check_kills(folder: Path) -> None:
+def check_kills(folder):
     """Of a killed export nothing is at its name, nothing can be opened, and the next is whole."""
     room, whole = folder / "killed", tree(folder / "room" / "c")
     room.mkdir()
-    puts: list[str] = []
+    puts = []
     with pytest.MonkeyPatch.context() as patch:
         spy(patch, FilledFile, "put", lambda file, name, *_: puts.append(name))
         export_checkpoint(folder / "b", room / "c")
     shutil.rmtree(room / "c")
 
-    def killed(when: int | None) -> None:
+    def killed(when):
         with pytest.MonkeyPatch.context() as patch:
             seen = iter(range(len(puts)))
             die = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
@@ -186,7 +181,7 @@ def check_kills(folder: Path) -> None:
             export_checkpoint(folder / "b", room / "c")
 
     for when in (0, len(puts) // 2, len(puts) - 1, None):
-        assert os.waitpid(forked(lambda when=when: killed(when)), 0)[1] == signal.SIGKILL  # type: ignore[misc]
+        assert os.waitpid(forked(lambda when=when: killed(when)), 0)[1] == signal.SIGKILL
         (left,) = room.iterdir()
         assert left.name == ".c.exporting"
         with pytest.raises(InputError, match=r"no config\.json"):
@@ -195,9 +190,9 @@ def check_kills(folder: Path) -> None:
     assert [p.name for p in room.iterdir()] == ["c"] and tree(room / "c") == whole
 
 
-def check_divergence(folder: Path, text: Path) -> None:
+def check_divergence(folder, text):
     """It is from the released version, and needs one."""
-    options: dict[str, Any] = {"length": 64, "samples": 2, "kl": True}
+    options = {"length": 64, "samples": 2, "kl": True}
     same, low = (
         evaluate(folder / "b", [str(text)], LoadOptions(policy=f"static:{name}"), **options) for name in ("mxfp4", "w2")
     )
@@ -208,7 +203,7 @@ def check_divergence(folder: Path, text: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks", "gptq"])
-def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
+def test_dry_runs_count_what_a_build_makes(kind, plain, text, tmp_path):
     """With the weights and from config.json alone: the bytes of the native version's files.
 
     Where these depend on its codes, the codes are read and encoded; without them a sample tells about how many.
@@ -231,7 +226,7 @@ def test_dry_runs_count_what_a_build_makes(kind: str, plain: Path, text: Path, t
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("kind", DENSE)
-def test_dense_matrices_stay_as_released(kind: str, plain: Path, text: Path, tmp_path: Path) -> None:
+def test_dense_matrices_stay_as_released(kind, plain, text, tmp_path):
     """At their own size on the device, computing what transformers does, and narrower where a recipe asks for it."""
     make, name, group = DENSE[kind]
     less = "w3" if name == "nvfp4" else "w4"
@@ -248,7 +243,7 @@ def test_dense_matrices_stay_as_released(kind: str, plain: Path, text: Path, tmp
     assert [v.name for v in both.dense_versions] == [name, less]
     assert len(bundle.manifest.dense) == 8 and "lm_head.weight" in bundle.dense()
     want, exact = reference(values, plain, tmp_path / "exact"), f"static:{bundle.versions[0].name}"
-    weights, sizes = sum(m.matrix.weights for m in bundle.manifest.dense), list[int]()
+    weights, sizes = sum(m.matrix.weights for m in bundle.manifest.dense), []
     for path, options in ((bundle.path, {}), (bundle.path, {"device_memory": "64MiB"}), (both.path, {"dense": less})):
         model = moepack.load(path, policy=exact, dtype=torch.float32, **options)
         sizes.append(sum(m.packed.nbytes for m in model.modules() if isinstance(m, PackedLinear)))
@@ -266,7 +261,7 @@ def test_dense_matrices_stay_as_released(kind: str, plain: Path, text: Path, tmp
     check_export(tmp_path, kind)
 
 
-def test_dense_versions_are_of_the_matrices_that_are_encoded(plain: Path, text: Path, tmp_path: Path) -> None:
+def test_dense_versions_are_of_the_matrices_that_are_encoded(plain, text, tmp_path):
     """Others stay in BF16, as a build says. Versions can be added where inputs were kept; verify sees another code."""
     checkpoint, name = tmp_path / "checkpoint", "model.layers.1.self_attn.k_proj.weight"
     released(plain, checkpoint, "fp8 blocks", KINDS["fp8 blocks"].make)
@@ -275,13 +270,13 @@ def test_dense_versions_are_of_the_matrices_that_are_encoded(plain: Path, text: 
         name: load_file(plain / "model.safetensors")[name]
     }
     save_file(stored, checkpoint / "model.safetensors", {"format": "pt"})
-    notes: list[str] = []
+    notes = []
 
     class Kept(Reporter):
-        def note(self, text: str) -> None:
+        def note(self, text):
             notes.append(text)
 
-    def made(path: str, more: str = "") -> Path:
+    def made(path, more=""):
         recipe, work = parse_recipe(RECIPE + more, path), tmp_path / f"{path}.work"
         build(checkpoint, tmp_path / path, recipe, [text], work=work, keep=True, reporter=Kept())
         return tmp_path / path
@@ -304,7 +299,7 @@ def test_dense_versions_are_of_the_matrices_that_are_encoded(plain: Path, text: 
 
 
 @pytest.mark.parametrize(("version", "rows", "fits"), [("nvfp4", 24, False), ("nvfp4", 32, True), ("fp8row", 24, True)])
-def test_blocks_of_rows_with_different_scales_fit_no_version(version: str, rows: int, fits: bool) -> None:
+def test_blocks_of_rows_with_different_scales_fit_no_version(version, rows, fits):
     """A matrix of two weights: an outer scale stands once for 16 rows, a scale of FP8 rows for each."""
     kind = KINDS["modelopt nvfp4" if version == "nvfp4" else "modelopt fp8"]
     tensors = {f"{m}.{n}": t for m in "ab" for n, t in kind.make(np.random.default_rng(0), rows, 64)[0].items()}

@@ -1,12 +1,8 @@
 """Native versions under every policy and by every way to a model: the checkpoint's own bits, in every placement."""
 
-from __future__ import annotations
-
 import functools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,22 +40,21 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 PAGED = ["deepseek mxfp4", "ct nvfp4", "fp8 blocks", "gptq"]  # one of each layout of scales
 # In ample room every policy serves the best version; `importance` only if it is named, and all tokens are important.
 POLICIES = ["importance:r=1,hi=" if e.name == "importance" else e.name for e in ENTRIES]
-WORK: dict[str, Any] = {"kv_tokens": 64, "prefill_tokens": 64, "all_logits": False}
+WORK = {"kv_tokens": 64, "prefill_tokens": 64, "all_logits": False}
 AMPLE = 8_000_000  # bytes
-Make = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def plain(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def plain(demo_model, tmp_path_factory):
     return small(demo_model, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")
-def native(plain: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+def native(plain, text, tmp_path_factory):
     """The bundle of a kind, and beside it the checkpoint."""
 
     @functools.cache
-    def make(kind: str) -> Path:
+    def make(kind):
         folder = tmp_path_factory.mktemp("native")
         released(plain, folder / "checkpoint", kind)
         build(folder / "checkpoint", folder / "bundle", parse_recipe(RECIPE, "native"), [text])
@@ -68,13 +63,13 @@ def native(plain: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return make
 
 
-def best(bundle: Path) -> str:
+def best(bundle):
     return open_bundle(bundle).versions[0].name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", PAGED)
-def test_paging_gives_the_bits_of_resident_experts(kind: str, native: Make, dtype: torch.dtype) -> None:
+def test_paging_gives_the_bits_of_resident_experts(kind, native, dtype):
     """Of prompts, of tokens, of padded batches: from the store alone, and from memory in part."""
     bundle, asked = native(kind), {"dtype": dtype, **WORK}
     exact = moepack.load(bundle, policy=f"static:{best(bundle)}", dtype=dtype)
@@ -97,17 +92,15 @@ def test_paging_gives_the_bits_of_resident_experts(kind: str, native: Make, dtyp
     exact.moepack.close()
 
 
-def test_of_a_coded_version_paging_knows_restore_alone(
-    native: Make, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_coded_version_paging_knows_restore_alone(native, text, tmp_path, monkeypatch):
     """Extents that are inverted at rest come back on their way to a block: from coded bytes, and from the store."""
     want, kind, damaged = logits(native("deepseek mxfp4"), policy="static"), type(Version.of("mxfp4")), False
 
-    def encode(*args: Any) -> Any:
+    def encode(*args):
         extent, payload = ReleasedFloat.encode(*args)
         return ~extent, payload
 
-    def restore(self: Version, matrices: Any, extent: Any, out: Any, threads: Any = None, before: Any = None) -> None:
+    def restore(self, matrices, extent, out, threads=None, before=None):
         if damaged:
             raise CodecError("tile 3: bad codes")
         np.invert(extent, out=out[: len(extent)])
@@ -131,7 +124,7 @@ def test_of_a_coded_version_paging_knows_restore_alone(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["deepseek mxfp4", "fp8 blocks"])
-def test_every_policy_by_every_way(kind: str, policy: str, native: Make, evaluation: Path) -> None:
+def test_every_policy_by_every_way(kind, policy, native, evaluation):
     bundle, prompt = native(kind), "The town"
     asked = {"policy": policy + best(bundle) * policy.endswith("="), "device_memory": AMPLE}
     want = logits(bundle, policy=f"static:{best(bundle)}")
@@ -148,7 +141,7 @@ def test_every_policy_by_every_way(kind: str, policy: str, native: Make, evaluat
     assert answer["choices"][0]["text"] == told[0] == told[1]
 
 
-def test_damage_is_named_and_not_served(native: Make, tmp_path: Path) -> None:
+def test_damage_is_named_and_not_served(native, tmp_path):
     """A stored extent is digested again once its file has changed."""
     bundle = Path(shutil.copytree(native("ct nvfp4"), tmp_path / "bundle"))
     with pytest.raises(TooSmallError) as refused:
@@ -163,7 +156,7 @@ def test_damage_is_named_and_not_served(native: Make, tmp_path: Path) -> None:
         assert torch.equal(model(IDS, logits_to_keep=1).logits.float(), want[:, -1:])
 
 
-def test_a_gpu_gets_codes_that_the_host_decoded(native: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_gets_codes_that_the_host_decoded(native, monkeypatch):
     bundle, gpu = native("fp8 blocks"), install(monkeypatch, computes=False)
     model, opened_bundle = moepack.load(bundle, policy="hotness", device_memory=AMPLE, **WORK), open_bundle(bundle)
     version = opened_bundle.versions[0]

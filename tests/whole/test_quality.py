@@ -6,7 +6,6 @@ Bounds are per cent of perplexity above plain transformers in float32, at least 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,22 +47,21 @@ CASES = {
         tuple(SHARED / "data" / name for name in _DATA), 32, 8, {"bf16": 0.1, "w4": 0.6, "w2": 6}, 0.25,
     ),
 }  # fmt: skip
-Made = tuple[str, Path]
 
 
 @functools.cache
-def perplexities(case: str, path: Path, policy: str | None) -> list[float]:
+def perplexities(case, path, policy):
     """By file."""
     options, data = LoadOptions(policy=policy, dtype="float32"), [str(file) for file in CASES[case].data]
     return [f.perplexity for f in evaluate(path, data, options, length=256, samples=CASES[case].windows).files]
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def bundles(tmp_path_factory):
     """The bundle of a case by the default method, made when it is first asked for."""
     root = tmp_path_factory.mktemp("quality")
 
-    def made(name: str) -> Path:
+    def made(name):
         case = CASES[name]
         if not (root / name).exists():
             versions = f"versions: [{', '.join(dict.fromkeys([*case.most, 'w1']))}]\n"
@@ -75,13 +73,13 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(params=CASES)
-def made(request: pytest.FixtureRequest, bundles: Callable[[str], Path]) -> Made:
+def made(request, bundles):
     if not CASES[request.param].model.is_dir():
         pytest.skip("the shared models are not beside this checkout")
     return request.param, bundles(request.param)
 
 
-def test_losses(made: Made) -> None:
+def test_losses(made):
     """Loss falls with width for 99 % of experts; one bit is below 0.5 for 97 %."""
     case, bundle = made
     tables = moepack.open(bundle).calibration()
@@ -91,7 +89,7 @@ def test_losses(made: Made) -> None:
     assert one_bit.mean() < CASES[case].one_bit and (one_bit < 0.5).mean() >= 0.97
 
 
-def test_perplexity(made: Made) -> None:
+def test_perplexity(made):
     case, bundle = made
     plain = perplexities(case, CASES[case].model, None)
     for version, most in CASES[case].most.items():
@@ -100,7 +98,7 @@ def test_perplexity(made: Made) -> None:
         assert max(rises) <= most, (version, rises)
 
 
-def test_better_than_rounding(bundles: Callable[[str], Path], bundle: Path) -> None:
+def test_better_than_rounding(bundles, bundle):
     """At every width; `bundle` is the same model rounded to nearest, which takes no calibration."""
     ours = bundles("example")
     for version in ("w4", "w3", "w2", "w1"):

@@ -1,10 +1,7 @@
 """Rotated versions from recipe to logits: down's inputs go through signs and Hadamard's matrix, and outputs stay."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import independent_reader as reader
@@ -38,7 +35,7 @@ SHAPES = ((16, 48), (32, 96), (64, 2880), (128, 1408), (256, 768))  # a block, a
 
 
 @pytest.fixture(scope="module")
-def made(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(short_model, text, tmp_path_factory):
     """`plain` and `rotated`, and the work directory of the latter; read only."""
     root = tmp_path_factory.mktemp("rotated")
     for name, block in (("plain", 0), ("rotated", 64)):
@@ -48,14 +45,14 @@ def made(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
     return root
 
 
-def test_the_page_alone_suffices_for_signs() -> None:
+def test_the_page_alone_suffices_for_signs():
     for cols, seed in ((64, 0), (48, 7), (768, (1 << 32) - 1)):
         assert signs(cols, seed).tolist() == [reader.sign(c, seed) for c in range(cols)]
     assert abs(float(signs(1 << 16, 3).mean())) < 0.01, "as many of one as of the other"
 
 
 @pytest.mark.parametrize(("block", "cols"), SHAPES)
-def test_products_stay_and_wrong_rotations_show(block: int, cols: int) -> None:
+def test_products_stay_and_wrong_rotations_show(block, cols):
     g = torch.Generator().manual_seed(block)
     weight, x, right = torch.randn(24, cols, generator=g), torch.randn(5, cols, generator=g), Rotation(block, 7)
     made = rotate(weight, right)
@@ -64,7 +61,7 @@ def test_products_stay_and_wrong_rotations_show(block: int, cols: int) -> None:
     assert torch.allclose(rotate(made, right, back=True), weight, atol=3e-6)
     want = x.double() @ weight.double().T
 
-    def error(of: Rotation) -> float:
+    def error(of):
         got = rotate(x, of).double() @ made.double().T
         return float((got - want).norm() / want.norm())
 
@@ -77,7 +74,7 @@ def test_products_stay_and_wrong_rotations_show(block: int, cols: int) -> None:
 
 @pytest.mark.parametrize(("block", "cols"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_rotate_the_slots_of_rotated_experts(block: int, cols: int, dtype: torch.dtype) -> None:
+def test_kernels_rotate_the_slots_of_rotated_experts(block, cols, dtype):
     """C with the reference's bits on every instruction set and on threads; torch's product of a GPU nearly so."""
     native = pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
     versions = [Version.of("w4", 64), Version.of("w2", 64, Rotation(block, 7)), Version.of("w1", 64, Rotation(block))]
@@ -109,7 +106,7 @@ def test_kernels_rotate_the_slots_of_rotated_experts(block: int, cols: int, dtyp
     assert float((only.float() - rotate(x.float(), versions[1].rotation)).norm() / x.float().norm()) < near
 
 
-def test_a_bundle_of_them(made: Path) -> None:
+def test_a_bundle_of_them(made):
     """Built, verified, measured: less loss at every width. The manifest says how, and the second reader reads it."""
     assert verify(made / "rotated") == []
     plain, rotated = (open_bundle(made / name) for name in ("plain", "rotated"))
@@ -137,7 +134,7 @@ def test_a_bundle_of_them(made: Path) -> None:
             assert np.linalg.norm(a - exact[name]) < 0.7 * np.linalg.norm(exact[name])
 
 
-def served(bundle: Path, policy: str, dtype: str, tokens: int = 40) -> tuple[torch.Tensor, SimpleNamespace]:
+def served(bundle, policy, dtype, tokens=40):
     """Logits, and the first layer's experts with their module."""
     model = moepack.load(bundle, policy=policy, dtype=dtype)
     with torch.no_grad():
@@ -150,9 +147,7 @@ def served(bundle: Path, policy: str, dtype: str, tokens: int = 40) -> tuple[tor
     ("kernels", "dtype", "near"),
     [("native", "float32", 1e-5), ("native", "bfloat16", 0.02), ("triton", "float32", 1e-5)],
 )
-def test_layers_that_mix_rotated_and_plain_experts(
-    made: Path, tmp_path: Path, dtype: str, near: float, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_mix_rotated_and_plain_experts(made, tmp_path, dtype, near, kernels, monkeypatch):
     """Kernels against weights turned back: with few tokens, as in decoding, and with many."""
     if kernels == "triton":
         pytest.importorskip("gpu_stand_in").kernels(monkeypatch)
@@ -173,7 +168,7 @@ def test_layers_that_mix_rotated_and_plain_experts(
         assert at.experts.of.backend == kernels and float((got - want).norm() / want.norm()) < near
 
 
-def test_served_logits_have_less_error(made: Path) -> None:
+def test_served_logits_have_less_error(made):
     exact = served(made / "plain", "static:bf16", "float32")[0]
     error = {
         name: [float((served(made / name, f"static:{w}", "float32")[0] - exact).norm()) for w in ("w4", "w2")]
@@ -182,7 +177,7 @@ def test_served_logits_have_less_error(made: Path) -> None:
     assert math.prod(error["rotated"]) < math.prod(error["plain"]), error
 
 
-def test_exports_turn_it_back_or_refuse(made: Path, tmp_path: Path) -> None:
+def test_exports_turn_it_back_or_refuse(made, tmp_path):
     for target in ("compressed-tensors", "gptq", "gguf"):
         said = cli("export", made / "rotated", "-o", tmp_path / target, "--to", target, "--bits", "4")
         refused(said, "w4 is not exported: its down multiplies rotated inputs", "take --to checkpoint")
@@ -202,7 +197,7 @@ def test_exports_turn_it_back_or_refuse(made: Path, tmp_path: Path) -> None:
         ({"block": 64, "seed": 1 << 32}, "versions[1].rotation.seed: not an integer from 0 to 4294967295"),
     ],
 )  # fmt: skip
-def test_hostile_rotations_are_refused_in_one_line(made: Path, value: dict[str, int], said: str) -> None:
+def test_hostile_rotations_are_refused_in_one_line(made, value, said):
     manifest = open_bundle(made / "rotated").manifest
     wrong = replace(manifest.versions[1], rotation=Rotation(**value))
     versions = (manifest.versions[0], wrong, *manifest.versions[2:])
@@ -211,7 +206,7 @@ def test_hostile_rotations_are_refused_in_one_line(made: Path, value: dict[str, 
     assert len(caught.value.problems) == 1 and said in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_recipes_that_ask_for_what_does_not_fit(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_recipes_that_ask_for_what_does_not_fit(short_model, text, tmp_path):
     with pytest.raises(InputError, match=r"quantize.rotate: 48 is not one of 0, 16, 32, 64, 128, 256"):
         parse_recipe("quantize: {rotate: 48}", "r")
     with pytest.raises(InputError, match="rotate: 128 does not divide the 64 columns of down in layer 0: 64 does"):
@@ -219,7 +214,7 @@ def test_recipes_that_ask_for_what_does_not_fit(short_model: Path, text: Path, t
     assert not (tmp_path / "b").exists()
 
 
-def test_versions_of_one_batch_share_their_rotation() -> None:
+def test_versions_of_one_batch_share_their_rotation():
     settings = Settings("gptq", (Version.of("w4", 64), Version.of("w2", 64, Rotation(64))))
     with pytest.raises(ValueError, match="too many values"):
         next(quantise_batch(SimpleNamespace(), settings))

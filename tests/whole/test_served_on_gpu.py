@@ -1,10 +1,6 @@
 """On a GPU a bundle gives what a CPU gives: logits of every version, and texts of every policy."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +22,7 @@ POLICIES += "hotness:hi=w4,lo=w4@pinned", "hotness:hi=bf16,lo=w2@pinned", "paged
 
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
-def test_logits_are_those_of_a_cpu(bundle: Path, version: str, dtype: str) -> None:
+def test_logits_are_those_of_a_cpu(bundle, version, dtype):
     ids, found = torch.arange(5, 17)[None], []
     for device in ("cuda", "cpu"):
         model = moepack.load(bundle, policy=f"static:{version}", dtype=dtype, device=device)
@@ -36,9 +32,9 @@ def test_logits_are_those_of_a_cpu(bundle: Path, version: str, dtype: str) -> No
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policies_write_in_small_budgets(bundle: Path, policy: str) -> None:
+def test_policies_write_in_small_budgets(bundle, policy):
     """All tokens, and no transition fails."""
-    given: dict[str, Any] = {"policy": policy, "device": "cuda", "kv_tokens": 64}
+    given = {"policy": policy, "device": "cuda", "kv_tokens": 64}
     try:
         moepack.load(bundle, device_memory=1000, **given)
         raise AssertionError("a budget of 1,000 bytes was not refused")
@@ -50,7 +46,7 @@ def test_policies_write_in_small_budgets(bundle: Path, policy: str) -> None:
     model.moepack.close()
 
 
-def test_replayed_steps_write_the_text_of_a_cpu(bundle: Path) -> None:
+def test_replayed_steps_write_the_text_of_a_cpu(bundle):
     texts = [
         generate(bundle, "The history of", LoadOptions(policy="static:w4", device=device), max_new_tokens=40)
         for device in ("cuda", "cpu")
@@ -58,13 +54,13 @@ def test_replayed_steps_write_the_text_of_a_cpu(bundle: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_the_servers_passes_are_those_of_a_cpu(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_servers_passes_are_those_of_a_cpu(bundle, caplog):
     """Five sequences of lengths up to 90, which come and go; on the GPU their passes become graphs."""
     caplog.set_level(logging.INFO, "moepack.runtime")
     found = []
     for device in ("cuda", "cpu"):
         model = moepack.load(bundle, policy="static:w4", dtype="float32", device=device)
-        engine, outs = Engine(model, 128), list[torch.Tensor]()
+        engine, outs = Engine(model, 128), []
         slots = [engine.add(8) for _ in range(5)]
         for n, slot in enumerate(slots):
             engine.run([StepInput(slot, range(5 + n, 7 + 9 * n))])

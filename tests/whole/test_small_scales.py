@@ -1,9 +1,5 @@
 """Scales of a byte from recipe to logits: an eighth of a bit less a weight, and about as much error."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -30,7 +26,7 @@ SMALL = ("w4", "w3d4", "w2", "w1")
 
 
 @pytest.fixture(scope="module")
-def made(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(short_model, text, tmp_path_factory):
     """`16` and `8`; read only."""
     root = tmp_path_factory.mktemp("scales")
     for bits in (16, 8):
@@ -38,7 +34,7 @@ def made(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
     return root
 
 
-def test_a_bundle_of_them(made: Path) -> None:
+def test_a_bundle_of_them(made):
     """Fewer bytes; losses within a tenth; dense matrices keep BF16 scales."""
     assert verify(made / "8") == []
     wide, small = (open_bundle(made / bits) for bits in ("16", "8"))
@@ -59,11 +55,8 @@ def test_a_bundle_of_them(made: Path) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "dtype"), [("native", "float32"), ("native", "bfloat16"), ("triton", "float32")])
-def test_served_logits_are_those_of_its_weights(
-    made: Path, dtype: str, kernels: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_served_logits_are_those_of_its_weights(made, dtype, kernels, monkeypatch):
     """Against a layer whose experts are the dequantised weights in torch."""
-    from types import SimpleNamespace
 
     from moepack.runtime.experts.forward import reference_forward
     from moepack.runtime.experts.handles import LayerCall
@@ -74,7 +67,7 @@ def test_served_logits_are_those_of_its_weights(
     for name in SMALL:
         model = moepack.load(made / "8", policy=f"static:{name}", dtype=dtype)
         module = model.model.layers[open_bundle(made / "8").layers[0].index].mlp.experts
-        layer: SimpleNamespace = module._moepack.of.layer
+        layer = module._moepack.of.layer
         for tokens in (1, 70) if kernels == "native" else (3,):
             x = torch.randn(tokens, layer.matrices[0].cols, generator=g).to(getattr(torch, dtype))
             index = torch.stack([torch.randperm(layer.experts, generator=g)[:2] for _ in range(tokens)])
@@ -86,7 +79,7 @@ def test_served_logits_are_those_of_its_weights(
             assert float((got - want).norm() / want.norm()) < (0.02 if dtype == "bfloat16" else 1e-5), (name, tokens)
 
 
-def test_exports_have_the_same_weights(made: Path, tmp_path: Path) -> None:
+def test_exports_have_the_same_weights(made, tmp_path):
     """A byte's scale is a BF16 number, so checkpoints need no rounding for it."""
     opened = open_bundle(made / "8")
     index = opened.layers[1].index
@@ -94,7 +87,7 @@ def test_exports_have_the_same_weights(made: Path, tmp_path: Path) -> None:
     assert torch.equal(exported_down(made / "8", tmp_path / "plain", index, 3), down)
 
 
-def test_other_formats_have_the_same_weights(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_other_formats_have_the_same_weights(short_model, text, tmp_path):
     """With the middle code for a zero point llama.cpp's Q4_0 is as exact as with BF16 scales."""
     import gguf
 
@@ -112,7 +105,7 @@ def test_other_formats_have_the_same_weights(short_model: Path, text: Path, tmp_
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn", "hqq", "gptqmodel"])
-def test_rows_and_groups_next_to_nothing(method: str) -> None:
+def test_rows_and_groups_next_to_nothing(method):
     """Scales too small for a byte beside others of 16 rows become larger; zeros stay zeros where codes have some."""
     weight = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0))
     weight[0, 3] *= 1e-6
@@ -136,7 +129,7 @@ def test_rows_and_groups_next_to_nothing(method: str) -> None:
 
 
 @pytest.mark.parametrize(("method", "eight"), [("gptq", 1.1), ("rtn", 1.5), ("hqq", 1.3), ("gptqmodel", 3.0)])
-def test_what_they_cost_a_method(method: str, eight: float) -> None:
+def test_what_they_cost_a_method(method, eight):
     """Error over that with BF16 scales. Measured at eight bits: 1.03, 1.28, 1.15, 2.61; below never over 1.02."""
     weight = torch.randn(1, 64, 512, generator=torch.Generator().manual_seed(0))
     for name, most in (("w8", eight), ("w4", 1.03), ("w3", 1.03), ("w2", 1.03)):
@@ -146,6 +139,6 @@ def test_what_they_cost_a_method(method: str, eight: float) -> None:
         assert small < most * wide, (name, small / wide)
 
 
-def test_recipes_that_ask_for_others() -> None:
+def test_recipes_that_ask_for_others():
     with pytest.raises(InputError, match=r"quantize.scale_bits: 4 is not one of 16, 8"):
         parse_recipe("quantize: {scale_bits: 4}", "r")

@@ -1,12 +1,10 @@
 """Which tests `make test` leaves out is written down, and a name that nothing has any more must not leave out more."""
 
-from __future__ import annotations
-
 import pytest
 import suites
 
 
-def test_a_word_that_is_in_no_cases_id_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_is_in_no_cases_id_ends_the_run(monkeypatch):
     """An id that changed took its case out of `make test`, where nobody would miss it."""
     monkeypatch.setattr(suites, "FEW", {"a/test_b.py::test_c": ("[1]", "[2]")})
     cases = [f"a/test_b.py::test_c[{n}]" for n in range(4)]

@@ -25,20 +25,20 @@ class Stage:
     replayed: str = ""  # the commit of its source after which the script sends its requests: it is not installed
 
     @property
-    def node(self) -> bool:
+    def node(self):
         """Whether it is a program of npm's."""
         return self.script.endswith(".mjs")
 
     @property
-    def missing(self) -> str:
+    def missing(self):
         """Why it did not run, where `version` or `command` found nothing."""
         return "not run: node is not here" if self.node and shutil.which("node") is None else "not run: not installed"
 
-    def bin(self, environment: Path) -> Path:
+    def bin(self, environment):
         """Where its commands are: agent frameworks have an environment of their own."""
         return environment / ("agents" if self.script.startswith("agent_") else "") / "bin"
 
-    def version(self, environment: Path) -> str | None:
+    def version(self, environment):
         """The version of the program in the environment; None if it is not there."""
         if self.replayed:
             return self.replayed
@@ -52,7 +52,7 @@ class Stage:
         done = subprocess.run([str(python), "-c", code], capture_output=True, text=True)
         return done.stdout.strip() or None
 
-    def command(self, environment: Path) -> list[str] | None:
+    def command(self, environment):
         """What runs it; None without its interpreter."""
         runner = shutil.which("node") if self.node else str(self.bin(environment) / "python")
         return None if runner is None else [runner, str(HERE / self.script), *self.arguments]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import openai
 from agent_cases import ASKED, MODEL, SHORT, SYSTEM, V1, Report, raises, weather
@@ -27,16 +26,16 @@ ABLE = {"vision": False, "function_calling": True, "json_output": True, "structu
 INFO = {**ABLE, "family": ModelFamily.UNKNOWN, "multiple_system_messages": True}
 
 
-def client(model: str = MODEL, **more: Any) -> OpenAIChatCompletionClient:
+def client(model=MODEL, **more):
     given = {"base_url": V1, "api_key": "none", "max_retries": 0, "model_info": INFO, "temperature": 0}
     return OpenAIChatCompletionClient(model=model, **given, **more)
 
 
-def asked(words: str) -> list[Any]:
+def asked(words):
     return [SystemMessage(content=SYSTEM), UserMessage(content=words, source="user")]
 
 
-def made(words: str, *more: Any, tokens: int = 64, **options: Any) -> Any:
+def made(words, *more, tokens=64, **options):
     return loop.run_until_complete(client(max_tokens=tokens).create([*asked(words), *more], **options))
 
 
@@ -51,7 +50,7 @@ def text() -> None:
 
 @case
 def stream() -> None:
-    async def streamed() -> list[Any]:
+    async def streamed():
         return [piece async for piece in client(max_tokens=64).create_stream(asked(SHORT), include_usage=True)]
 
     *pieces, last = loop.run_until_complete(streamed())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from cases import MODEL, URL, case
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,7 +25,7 @@ class Report(BaseModel):
     days: int = Field(ge=1, le=14)
 
 
-def weather(city: Literal["San Francisco", "Rome"]) -> str:
+def weather(city):
     """Get the current weather of a city.
 
     Args:
@@ -35,7 +34,7 @@ def weather(city: Literal["San Francisco", "Rome"]) -> str:
     return f"sunny in {city}"
 
 
-def raises(error: type[Exception], ask: Callable[[], Any], *words: str) -> None:
+def raises(error, ask, *words):
     """Check that asking raises an error of a class whose text has the words."""
     try:
         ask()
@@ -46,10 +45,10 @@ def raises(error: type[Exception], ask: Callable[[], Any], *words: str) -> None:
     raise AssertionError(f"no {error.__name__}")
 
 
-def each(**kinds: Any) -> Callable[[Callable[[Any], None]], None]:
+def each(**kinds):
     """Run a function as a case for each kind, by its name. A decorator that runs at once."""
 
-    def run(function: Callable[[Any], None]) -> None:
+    def run(function):
         for name, kind in kinds.items():
             case(partial(function, kind), f"{function.__name__} {name}")
 

@@ -10,7 +10,7 @@ from agent_cases import ASKED, MODEL, SHORT, SYSTEM, V1, Report, each, raises, w
 from cases import case
 from haystack.components.agents import Agent
 from haystack.components.generators.chat import OpenAIChatGenerator, OpenAIResponsesChatGenerator
-from haystack.dataclasses import ChatMessage, StreamingChunk
+from haystack.dataclasses import ChatMessage
 from haystack.tools import create_tool_from_function
 
 TOOL = create_tool_from_function(weather)
@@ -18,12 +18,12 @@ LIMIT = {OpenAIChatGenerator: "max_completion_tokens", OpenAIResponsesChatGenera
 BOTH = {"chat": OpenAIChatGenerator, "responses": OpenAIResponsesChatGenerator}
 
 
-def generator(kind: Any, model: str = MODEL, **more: Any) -> Any:
+def generator(kind, model=MODEL, **more):
     given = {LIMIT[kind]: 64, "temperature": 0, **more.pop("asked", {})}
     return kind(model=model, api_base_url=V1, max_retries=0, timeout=300, generation_kwargs=given, **more)
 
 
-def said(words: str) -> list[ChatMessage]:
+def said(words):
     return [ChatMessage.from_system(SYSTEM), ChatMessage.from_user(words)]
 
 
@@ -35,7 +35,7 @@ def text(kind: Any) -> None:
 
 @each(**BOTH)
 def stream(kind: Any) -> None:
-    seen: list[StreamingChunk] = []
+    seen = []
     counted = {"stream_options": {"include_usage": True}} if kind is OpenAIChatGenerator else {}
     (reply,) = generator(kind, streaming_callback=seen.append, asked=counted).run(said(SHORT))["replies"]
     assert reply.text and "".join(chunk.content for chunk in seen) == reply.text, reply

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import anthropic
 import instructor
@@ -15,16 +14,16 @@ from instructor import Mode
 ours = openai.OpenAI(base_url=V1, api_key="none", max_retries=0, timeout=300)
 theirs = anthropic.Anthropic(base_url=URL, api_key="none", max_retries=0, timeout=300)
 MODES = (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS)
-GIVEN: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": ASKED}], "max_retries": 1}
+GIVEN = {"model": MODEL, "messages": [{"role": "user", "content": ASKED}], "max_retries": 1}
 
 
-def client(mode: Mode) -> Any:
+def client(mode):
     if mode.name.startswith("ANTHROPIC"):
         return instructor.from_anthropic(theirs, mode=mode)
     return instructor.from_openai(ours, mode=mode)
 
 
-def limited(mode: Mode) -> dict[str, Any]:
+def limited(mode):
     return {"max_output_tokens" if mode is Mode.RESPONSES_TOOLS else "max_tokens": 100, **GIVEN}
 
 

@@ -10,7 +10,6 @@ import subprocess
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import anthropic
 import litellm
@@ -32,10 +31,10 @@ PROVIDERS = {
     "hosted vllm": {"model": f"hosted_vllm/{MODEL}", "api_base": V1},
     "anthropic": {"model": f"anthropic/{MODEL}", "api_base": URL},
 }
-ALL: dict[str, Any] = {"api_key": "none", "max_tokens": 64, "temperature": 0, "num_retries": 0}
+ALL = {"api_key": "none", "max_tokens": 64, "temperature": 0, "num_retries": 0}
 
 
-def asked(to: dict[str, str], words: str = SHORT, **more: Any) -> Any:
+def asked(to, words=SHORT, **more):
     messages = [SAID[0], {"role": "user", "content": words}]
     return litellm.completion(**{**ALL, "messages": messages, **to, **more})
 
@@ -95,7 +94,7 @@ def errors(to: dict[str, str]) -> None:
 KEY = f"sk-{secrets.token_hex(16)}"  # the proxy starts with none that is weak
 
 
-def proxy() -> tuple[subprocess.Popen[bytes], str]:
+def proxy():
     """Start the proxy on a free port, and wait until it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

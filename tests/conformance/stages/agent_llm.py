@@ -19,7 +19,7 @@ TOOL = 'def weather(city: str) -> str:\n    """Get the current weather of a city
 ALL = ("-m", MODEL, "-o", "max_tokens", "64", "-o", "temperature", "0", "--key", "none")
 
 
-def told(*arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
+def told(*arguments, code=0):
     """Run the command; check its status."""
     done = subprocess.run(
         [str(BIN / "llm"), *arguments], capture_output=True, text=True, env={**os.environ, "LLM_USER_PATH": str(home)}

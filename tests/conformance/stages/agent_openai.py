@@ -25,16 +25,16 @@ loop = asyncio.new_event_loop()
 asyncio.set_event_loop(loop)  # the client keeps its connections from case to case
 
 
-def agent(model: Any, tokens: int = 64, **more: Any) -> Agent:
+def agent(model, tokens=64, **more):
     settings = ModelSettings(max_tokens=tokens, temperature=0, include_usage=True, **more.pop("settings", {}))
     return Agent(name="one", instructions=SYSTEM, model=model, model_settings=settings, **more)
 
 
-def ran(asked: Agent, words: str = ASKED) -> Any:
+def ran(asked, words=ASKED):
     return loop.run_until_complete(Runner.run(asked, words, max_turns=8))
 
 
-def last(context: Any, results: list[Any]) -> ToolsToFinalOutputResult:
+def last(context, results):
     """Let the model see the results of its first calls, and end the run at its second ones."""
     done = context.usage.requests > 1
     return ToolsToFinalOutputResult(is_final_output=done, final_output=results[-1].output)
@@ -49,7 +49,7 @@ def text(kind: Any) -> None:
 
 @each(**BOTH)
 def stream(kind: Any) -> None:
-    async def streamed() -> tuple[str, Any]:
+    async def streamed():
         run = Runner.run_streamed(agent(kind(MODEL, client)), SHORT)
         seen = ""
         async for event in run.stream_events():

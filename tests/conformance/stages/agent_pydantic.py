@@ -16,22 +16,22 @@ loop = asyncio.new_event_loop()
 asyncio.set_event_loop(loop)
 
 
-def chat(name: str) -> OpenAIChatModel:
+def chat(name):
     return OpenAIChatModel(name, provider=OpenAIProvider(base_url=V1, api_key="none"))
 
 
-def responses(name: str) -> OpenAIResponsesModel:
+def responses(name):
     return OpenAIResponsesModel(name, provider=OpenAIProvider(base_url=V1, api_key="none"))
 
 
-def messages(name: str) -> AnthropicModel:
+def messages(name):
     return AnthropicModel(name, provider=AnthropicProvider(base_url=URL, api_key="none"))
 
 
 ALL = {"chat": chat, "responses": responses, "messages": messages}
 
 
-def agent(model: Any, tokens: int = 100, **more: Any) -> Agent:
+def agent(model, tokens=100, **more):
     return Agent(model, instructions=SYSTEM, model_settings={"max_tokens": tokens, "temperature": 0}, **more)
 
 
@@ -43,7 +43,7 @@ def text(kind: Any) -> None:
 
 @each(**ALL)
 def stream(kind: Any) -> None:
-    async def streamed() -> tuple[str, int]:
+    async def streamed():
         async with agent(kind(MODEL)).run_stream(SHORT) as run:
             seen = "".join([piece async for piece in run.stream_text(delta=True)])
             return seen, run.usage.output_tokens
@@ -60,7 +60,7 @@ def form_by_a_tool(kind: Any) -> None:
 
 @each(**ALL)
 def form_by_a_strict_tool_beside_another(kind: Any) -> None:
-    seen: list[str] = []
+    seen = []
     asked = agent(kind(MODEL), output_type=ToolOutput(Report, strict=True))
 
     @asked.tool_plain(strict=True)
@@ -77,7 +77,7 @@ def form_by_a_strict_tool_beside_another(kind: Any) -> None:
 
 @each(chat=chat, responses=responses)
 def form_by_a_schema_beside_a_strict_tool(kind: Any) -> None:
-    seen: list[str] = []
+    seen = []
     asked = agent(kind(MODEL), output_type=NativeOutput(Report, strict=True))
 
     @asked.tool_plain(strict=True)

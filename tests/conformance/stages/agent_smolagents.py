@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import openai
 from agent_cases import ASKED, MODEL, SHORT, SYSTEM, V1, Report, raises
@@ -22,12 +21,12 @@ def weather(city: str) -> str:
     return f"sunny in {city}"
 
 
-def model(name: str = MODEL, **more: Any) -> OpenAIModel:
+def model(name=MODEL, **more):
     given = {"max_tokens": 64, "temperature": 0, "client_kwargs": {"max_retries": 0}}
     return OpenAIModel(name, api_base=V1, api_key="none", **{**given, **more})
 
 
-def said(words: str) -> list[ChatMessage]:
+def said(words):
     return [ChatMessage(MessageRole.SYSTEM, SYSTEM), ChatMessage(MessageRole.USER, words)]
 
 

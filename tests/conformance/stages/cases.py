@@ -1,26 +1,22 @@
 """How a stage's script says what it found: a line a case, at once, so that a crash later loses none."""
 
-from __future__ import annotations
-
 import json
 import os
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 URL, MODEL = os.environ["CONFORMANCE_URL"], os.environ["CONFORMANCE_MODEL"]
 BUNDLE, BIN = os.environ["CONFORMANCE_BUNDLE"], Path(os.environ["CONFORMANCE_BIN"])
 _OUT = Path(os.environ["CONFORMANCE_OUT"])
 
 
-def say(name: str, ok: bool, why: str = "") -> None:
+def say(name, ok, why=""):
     """Write down one case; `why` is what went wrong."""
     with _OUT.open("a") as out:
         out.write(json.dumps({"name": name, "ok": ok, "why": why}) + "\n")
 
 
-def case(function: Callable[[], Any], named: str | None = None) -> None:
+def case(function, named=None):
     """Run a function as the case of its name: it passes if it raises nothing. A decorator that runs at once."""
     name = (named or function.__name__).replace("_", " ").strip()
     try:

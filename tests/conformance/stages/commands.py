@@ -3,8 +3,6 @@
 Usage: commands.py KIND [ARGUMENT ...], for the kinds at the end of this file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ from cases import BIN, BUNDLE, MODEL, URL, say
 REQUESTS, PROMPT, ANSWER = 200, 32, 16  # requests, and tokens of each
 
 
-def told(*command: str, without: tuple[str, ...] = ()) -> str:
+def told(*command, without=()):
     """Run a command of the environment, without some variables, show what it says, and return its standard output."""
     given = {name: value for name, value in os.environ.items() if name not in without}
     done = subprocess.run([str(BIN / command[0]), *command[1:]], stdout=subprocess.PIPE, text=True, env=given)
@@ -25,7 +23,7 @@ def told(*command: str, without: tuple[str, ...] = ()) -> str:
     return done.stdout
 
 
-def guidellm(streams: str) -> None:
+def guidellm(streams):
     """Chats, streamed, so many at a time."""
     report = Path(f"guidellm-{streams}.json")
     told(
@@ -41,7 +39,7 @@ def guidellm(streams: str) -> None:
     say(f"{REQUESTS} requests", done, json.dumps(totals))
 
 
-def aiperf(streams: str) -> None:
+def aiperf(streams):
     """Chats, streamed, so many at a time. Told to be offline, it takes the tokenizer's folder for a name on the Hub."""
     report = Path(f"aiperf-{streams}")
     told(
@@ -59,7 +57,7 @@ def aiperf(streams: str) -> None:
     say(f"{REQUESTS} requests", count == REQUESTS and not export.get("error_summary"), why)
 
 
-def comply(form: str) -> None:
+def comply(form):
     """The cases of one interface; what it skips for the model's name is no case."""
     key = ["--auth-header", "x-api-key", "--no-bearer", "-H", "anthropic-version:2023-06-01"]
     out = told(
@@ -71,7 +69,7 @@ def comply(form: str) -> None:
             say(result["id"], result["status"] == "passed", "; ".join(result.get("errors", []))[:300])
 
 
-def schemathesis(most: str) -> None:
+def schemathesis(most):
     """Requests made from /openapi.json, right and wrong ones, so many at most for a path: no answer is a 5xx."""
     out = told(
         "schemathesis", "run", f"{URL}/openapi.json", "--phases", "fuzzing", "--checks", "not_a_server_error",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 from cases import BUNDLE, MODEL, URL, case
 from lm_eval import simple_evaluate
@@ -37,7 +36,7 @@ model = LocalCompletionsAPI(
 )
 
 
-def evaluated(task: str) -> list[Any]:
+def evaluated(task):
     """The answers to a task's questions."""
     manager = TaskManager(include_path=str(data), include_defaults=False)
     found = simple_evaluate(model, tasks=[task], task_manager=manager, bootstrap_iters=10)

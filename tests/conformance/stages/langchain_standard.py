@@ -4,14 +4,10 @@ Run as a script, pytest runs this file and each test's outcome is a case. Images
 the class says that the model does not have them.
 """
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import pytest
 from cases import MODEL, URL, say
-from langchain_core.language_models import BaseChatModel
 from langchain_openai import ChatOpenAI
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
@@ -26,18 +22,18 @@ class TestServed(ChatModelIntegrationTests):
     """The served model."""
 
     @property
-    def chat_model_class(self) -> type[BaseChatModel]:
+    def chat_model_class(self):
         """The class under test."""
         return ChatOpenAI
 
     @property
-    def chat_model_params(self) -> dict[str, Any]:
+    def chat_model_params(self):
         """How it is made."""
         given = {"model": MODEL, "base_url": f"{URL}/v1", "api_key": "none", "max_retries": 0, "timeout": 120}
         return {**given, "max_tokens": 300, "seed": 1, "temperature": 0.5, "stream_usage": True}
 
     @property
-    def supports_json_mode(self) -> bool:
+    def supports_json_mode(self):
         """`response_format` is there."""
         return True
 
@@ -45,7 +41,7 @@ class TestServed(ChatModelIntegrationTests):
 class Outcomes:
     """A plug-in that says each test's outcome as a case."""
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         """Say a test's outcome, or its fixture's where that failed."""
         if (report.when == "call" and not report.skipped) or report.failed:
             why = report.longrepr.reprcrash.message if hasattr(report.longrepr, "reprcrash") else str(report.longrepr)

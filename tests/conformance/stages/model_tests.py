@@ -15,7 +15,7 @@ import tempfile
 import unittest
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -41,10 +41,10 @@ atexit.register(shutil.rmtree, WORK, ignore_errors=True)
 MADE = list[Path]()  # the bundles
 
 
-def saved_by_copy(model: Any, bundle: Path) -> Any:
+def saved_by_copy(model, bundle):
     """The model, saved as its refusal says: by a copy of its bundle."""
 
-    def save_pretrained(folder: Any, **more: Any) -> None:
+    def save_pretrained(folder, **more):
         if not bundle.samefile(folder):
             shutil.copytree(bundle, folder, dirs_exist_ok=True)
 
@@ -52,7 +52,7 @@ def saved_by_copy(model: Any, bundle: Path) -> Any:
     return model
 
 
-def loaded(real: type[Any], config: Any) -> Any:
+def loaded(real, config):
     """A bundle of a random model of this config, loaded as a test of transformers' would make the model."""
     where = WORK / str(len(MADE))
     MADE.append(where)
@@ -70,14 +70,14 @@ def loaded(real: type[Any], config: Any) -> Any:
 class Bundled(type):
     """Of a subclass of a model's class: what a call of it gives is a loaded bundle."""
 
-    def __call__(cls, config: Any, *given: Any, **more: Any) -> Any:
+    def __call__(cls, config, *given, **more):
         return loaded(cls.__base__, config)
 
 
-def bundled(real: type[Any]) -> Any:
+def bundled(real):
     """A class as a model's own, whose objects are loaded bundles. From a folder it reads what is there."""
 
-    def from_pretrained(pretrained_model_name_or_path: Any, **more: Any) -> Any:
+    def from_pretrained(pretrained_model_name_or_path, **more):
         made, folder = real.from_pretrained(pretrained_model_name_or_path, **more), pretrained_model_name_or_path
         is_bundle = folder is not None and (Path(folder) / "manifest.json").exists()
         return saved_by_copy(made, Path(folder)) if is_bundle and not isinstance(made, tuple) else made
@@ -93,16 +93,16 @@ class Small:
 
     batch_size, seq_length, num_hidden_layers, is_training = 3, 7, 2, True
 
-    def __init__(self) -> None:
+    def __init__(self):
         config = self.get_config()
         self.hidden_size, self.num_attention_heads = config.hidden_size, config.num_attention_heads
         self.vocab_size = config.vocab_size
 
-    def get_config(self) -> Any:
+    def get_config(self):
         """The family's small config, of two layers."""
         return config_of(FAMILY, {"num_hidden_layers": self.num_hidden_layers})
 
-    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
+    def prepare_config_and_inputs_for_common(self):
         """The config, and inputs of a batch."""
         config = self.get_config()
         ids = common.ids_tensor([self.batch_size, self.seq_length], config.vocab_size).clamp_min(1)
@@ -117,7 +117,7 @@ class Common(common.ModelTesterMixin):
     test_all_params_have_gradient = False
     model_split_percents: ClassVar = [0.5, 0.7, 0.8]
 
-    def setUp(self) -> None:
+    def setUp(self):
         self.model_tester = Small()
 
 
@@ -140,9 +140,9 @@ class Saying:
 
     RANK = ("skipped", "passed", "failed")  # of a test and its subtests, the last of these counts
 
-    def __init__(self) -> None:
-        self.found: dict[str, dict[str, tuple[str, str]]] = {"Plain": {}, "OfBundle": {}}
-        self.made: dict[str, bool] = {}
+    def __init__(self):
+        self.found = {"Plain": {}, "OfBundle": {}}
+        self.made = {}
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Function) -> Iterator[None]:
@@ -150,14 +150,14 @@ class Saying:
         yield
         self.made[item.name] = len(item.module.MADE) > before  # of both, that of bundles comes last
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+    def pytest_runtest_logreport(self, report):
         kind, name = report.nodeid.split("::")[-2:]
         if report.when == "call" or report.outcome != "passed":
             lines = [line[2:].strip() for line in report.longreprtext.splitlines() if line.startswith("E ")]
             now, before = (report.outcome, next(iter(lines), "")[:300]), self.found[kind].get(name, ("skipped", ""))
             self.found[kind][name] = max(before, now, key=lambda found: self.RANK.index(found[0]))
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self):
         for name, (outcome, _) in self.found["Plain"].items():
             if outcome == "passed" and self.made[name]:
                 how, why = self.found["OfBundle"][name]

@@ -29,7 +29,7 @@ TOOLS = [{"type": "function", "function": {"name": n, "parameters": p}} for n, p
 FLAT = [{"type": "function", "name": n, "parameters": p, "strict": True} for n, p in FUNCTIONS.items()]
 
 
-def holds(name: str, text: str) -> None:
+def holds(name, text):
     """Check the arguments of a call against its function's schema."""
     given = json.loads(text)
     if name == "time":
@@ -115,7 +115,7 @@ def tools_named() -> None:
 @case
 def tools_streamed() -> None:
     asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
-    found: dict[int, list[str]] = {}
+    found = {}
     for chunk in client.chat.completions.create(model=MODEL, messages=SAID, stream=True, **asked):
         for call in chunk.choices[0].delta.tool_calls or []:
             found.setdefault(call.index, []).append(call.function.name or "")
@@ -133,7 +133,7 @@ def tool_results_go_back() -> None:
     assert made.choices[0].message.content or made.choices[0].message.tool_calls
 
 
-def required(seed: int) -> str:
+def required(seed):
     """Ask for a call that is required; "" if it is valid, else what is wrong."""
     asked = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
     try:

@@ -1,13 +1,10 @@
 """The tests that transformers' source distribution ships, imported, and the suite's own helpers beside them."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import tomllib
 import types
 from pathlib import Path
-from typing import Any
 
 import transformers
 from cases import BIN
@@ -28,6 +25,6 @@ for _name, _mixin in (
 _settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
 sys.path[:0] = [str(_SHIPPED), str(ROOT), *(str(ROOT / part) for part in _settings["pythonpath"])]
 
-common: Any = importlib.import_module("tests.test_modeling_common")
-RTN: str = importlib.import_module("support").RTN
-config_of: Any = importlib.import_module("tiny_models").config_of
+common = importlib.import_module("tests.test_modeling_common")
+RTN = importlib.import_module("support").RTN
+config_of = importlib.import_module("tiny_models").config_of

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import aiohttp
 from cases import MODEL, URL, case
@@ -21,7 +20,7 @@ EXTRA = {**SAMPLED, "frequency_penalty": 0.0, "presence_penalty": 0.0, "ignore_e
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def body(path: str, prompt: str, logprobs: int | None = None) -> dict[str, Any]:
+def body(path, prompt, logprobs=None):
     """What the client sends to a path; a number that is not given is null."""
     if path == "/v1/completions":
         asked = {"prompt": prompt, "repetition_penalty": 1.0, "max_tokens": TOKENS, "logprobs": logprobs}
@@ -31,7 +30,7 @@ def body(path: str, prompt: str, logprobs: int | None = None) -> dict[str, Any]:
     return {"model": MODEL, **asked, **STREAMED, **EXTRA}
 
 
-async def streamed(session: aiohttp.ClientSession, path: str, asked: dict[str, Any], name: str) -> tuple[int, int, int]:
+async def streamed(session, path, asked, name):
     """Ask once. Return chunks with choices, and the prompt's and the answer's tokens."""
     chunks, counts, buffer = 0, (0, 0), ""
     async with session.post(URL + path, json=asked, headers={"x-request-id": name}) as response:
@@ -51,11 +50,11 @@ async def streamed(session: aiohttp.ClientSession, path: str, asked: dict[str, A
     return chunks, *counts
 
 
-async def benched(path: str, logprobs: int | None = None) -> None:
+async def benched(path, logprobs=None):
     limit = asyncio.Semaphore(AT_ONCE)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=AT_ONCE)) as session:
 
-        async def one(n: int) -> tuple[int, int, int]:
+        async def one(n):
             async with limit:
                 return await streamed(session, path, body(path, f"{n} The history of", logprobs), f"bench-{n}")
 
@@ -63,7 +62,7 @@ async def benched(path: str, logprobs: int | None = None) -> None:
             assert chunks and read > 0 and made == TOKENS, (chunks, read, made)
 
 
-async def got(path: str, asked: dict[str, Any] | None = None) -> Any:
+async def got(path, asked=None):
     async with aiohttp.ClientSession() as session:
         method = "GET" if asked is None else "POST"
         async with session.request(method, URL + path, json=asked) as response:

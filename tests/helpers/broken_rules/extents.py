@@ -19,7 +19,7 @@ def at(name: str, place: int, value: int, expert: int = 0) -> Do:
     return lambda v: v.extent(name, expert, lambda room: room.__setitem__(place, value))
 
 
-def section(version: str, kind: str, matrix: int = 0) -> Any:
+def section(version: str, kind: str, matrix: int = 0):
     return next(s for s in SECTIONS[version] if (s.matrix, s.kind) == (matrix, kind))
 
 
@@ -36,7 +36,7 @@ def scaled(bits: int) -> Do:
 def word(place: int, value: int, expert: int = 1, matrix: int = 0) -> Do:
     """Set a 32-bit word of a coded matrix."""
 
-    def change(room: np.ndarray[Any, Any]) -> None:
+    def change(room: np.ndarray[Any, Any]):
         offset = int(room[16 * matrix : 16 * matrix + 4].view("<u4")[0]) + place
         room[offset : offset + 4].view("<u4")[0] = value
 
@@ -46,7 +46,7 @@ def word(place: int, value: int, expert: int = 1, matrix: int = 0) -> Do:
 def coded(change: Callable[[np.ndarray[Any, Any], dict[str, Any]], object], expert: int = 1) -> Do:
     """Change the first coded matrix of an expert, given its bytes and where its parts are in them."""
 
-    def edit(room: np.ndarray[Any, Any]) -> None:
+    def edit(room: np.ndarray[Any, Any]):
         offset, size = (int(x) for x in room[:8].view("<u4"))
         data = room[offset : offset + size]
         _, tiles, words, patches = (int(x) for x in data[:16].view("<u4"))
@@ -60,16 +60,16 @@ def coded(change: Callable[[np.ndarray[Any, Any], dict[str, Any]], object], expe
     return lambda v: v.extent(BF16, expert, edit)
 
 
-def reversed_patches(data: np.ndarray[Any, Any], parts: dict[str, Any]) -> None:
+def reversed_patches(data: np.ndarray[Any, Any], parts: dict[str, Any]):
     assert len(parts["patches"]) > 1
     parts["patches"][:] = parts["patches"][::-1].copy()
 
 
-def twice(data: np.ndarray[Any, Any], parts: dict[str, Any]) -> None:
+def twice(data: np.ndarray[Any, Any], parts: dict[str, Any]):
     parts["patches"][1] = parts["patches"][0]
 
 
-def loose(data: np.ndarray[Any, Any], parts: dict[str, Any]) -> None:
+def loose(data: np.ndarray[Any, Any], parts: dict[str, Any]):
     """The last bit of a coded tile's last word, which this tile does not fill."""
     stream = parts["stream"]
     total = 32 * int(stream[0] & 0xFFFF) + int(stream[1:9].view(np.uint8).sum())
@@ -77,12 +77,12 @@ def loose(data: np.ndarray[Any, Any], parts: dict[str, Any]) -> None:
     stream[-1] |= 1
 
 
-def raw_tail(data: np.ndarray[Any, Any], parts: dict[str, Any]) -> None:
+def raw_tail(data: np.ndarray[Any, Any], parts: dict[str, Any]):
     assert parts["stream"][0] >> 16 == 1
     parts["stream"][-1] |= 1 << 31
 
 
-def unused_symbol(data: np.ndarray[Any, Any], parts: dict[str, Any]) -> None:
+def unused_symbol(data: np.ndarray[Any, Any], parts: dict[str, Any]):
     """Give up a symbol: its code word's length stands at another, so that the code stays complete."""
     data[16 + 15] = 3
 

@@ -20,7 +20,7 @@ def linked(name: str, target: str) -> Do:
 def to_itself(name: str, elsewhere: str) -> Do:
     """A link to what stood there, moved to another name in the bundle's own directory or above."""
 
-    def edit(v: Victim) -> None:
+    def edit(v: Victim):
         moved = v.path / elsewhere
         if moved.is_dir():
             shutil.rmtree(moved)
@@ -30,13 +30,13 @@ def to_itself(name: str, elsewhere: str) -> Do:
     return edit
 
 
-def listening(path: Path) -> None:
+def listening(path: Path):
     with socket.socket(socket.AF_UNIX) as s, contextlib.chdir(path.parent):
         s.bind(path.name)
 
 
 def longer(name: str, by: int) -> Do:
-    def edit(v: Victim) -> None:
+    def edit(v: Victim):
         data = (v.path / name).read_bytes()
         v.write(name, data + bytes(by) if by > 0 else data[:by])
 

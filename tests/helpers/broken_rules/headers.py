@@ -13,11 +13,11 @@ from hostile_edits import Victim
 from .names import BF16, DENSE, HEAD, Q1, Q8, TABLES, W4, Do
 
 
-def head(name: str, *path: Any) -> Callable[[Any], Do]:
+def head(name: str, *path) -> Callable[[Any], Do]:
     """Set a field of a safetensors header, and sign it."""
 
-    def with_value(value: Any) -> Do:
-        def change(document: Any) -> Any:
+    def with_value(value) -> Do:
+        def change(document):
             inner = document
             for key in path[:-1]:
                 inner = inner[key]
@@ -29,7 +29,7 @@ def head(name: str, *path: Any) -> Callable[[Any], Do]:
     return with_value
 
 
-def fields(name: str, tensor: str, **values: Any) -> Do:
+def fields(name: str, tensor: str, **values) -> Do:
     """Set fields of a tensor in a safetensors header, and sign it."""
     return lambda v: v.header(name, lambda document: {**document, tensor: {**document[tensor], **values}})
 
@@ -46,7 +46,7 @@ def headed(name: str, change: Callable[[Any], Any]) -> Do:
 def texted(name: str, old: bytes, new: bytes) -> Do:
     """Text of a header replaced, by text as long, or shorter."""
 
-    def change(document: Any) -> bytes:
+    def change(document) -> bytes:
         text = json.dumps(document, separators=(",", ":")).encode()
         assert old in text
         return text.replace(old, new, 1)
@@ -54,7 +54,7 @@ def texted(name: str, old: bytes, new: bytes) -> Do:
     return lambda v: v.header(name, change)
 
 
-def lengthened(v: Victim) -> None:
+def lengthened(v: Victim):
     """A length in the first 8 bytes that leaves a page of the header out; the manifest has the digest of the rest."""
     data = (v.path / W4).read_bytes()
     v.write(W4, struct.pack("<Q", struct.unpack("<Q", data[:8])[0] - 8) + data[8:])
@@ -63,7 +63,7 @@ def lengthened(v: Victim) -> None:
     v.sign(lambda d: d["files"][W4].update(header_sha256=digest))
 
 
-def swapped(document: Any) -> Any:
+def swapped(document):
     a, b = (document[f"expert.0000{e}"]["data_offsets"] for e in (0, 1))
     document["expert.00000"]["data_offsets"], document["expert.00001"]["data_offsets"] = b, a
     return document

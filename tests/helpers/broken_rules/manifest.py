@@ -12,11 +12,11 @@ from hostile_edits import Victim, canonical, signed
 from .names import BF16, CONFIG, DENSE, HEAD, MANIFEST, Q1, Q8, TABLES, W4, Do
 
 
-def put(*path: Any) -> Callable[[Any], Do]:
+def put(*path) -> Callable[[Any], Do]:
     """Set a field of the manifest, and sign it."""
 
-    def with_value(value: Any) -> Do:
-        def change(document: Any) -> None:
+    def with_value(value) -> Do:
+        def change(document):
             for key in path[:-1]:
                 document = document[key]
             document[path[-1]] = value
@@ -48,7 +48,7 @@ def grown(name: str, **by: int) -> Do:
 def replaced(old: str, new: str) -> Do:
     """Text of the manifest replaced, and what comes of it signed as it stands: what no JSON writer would write."""
 
-    def edit(v: Victim) -> None:
+    def edit(v: Victim):
         document = {k: x for k, x in v.manifest.items() if k != "sha256"}
         text = canonical(document).decode()
         assert text.count(old) >= 1, old
@@ -60,7 +60,7 @@ def replaced(old: str, new: str) -> Do:
 
 
 def renamed(first: str) -> Callable[[Any], None]:
-    def change(document: Any) -> None:
+    def change(document):
         for layer in document["layers"]:
             layer["matrices"][0]["name"] = first
 
@@ -71,23 +71,23 @@ def encoded(encoding: str) -> Do:
     return lambda v: v.write(MANIFEST, signed(dict(v.manifest)).decode().encode(encoding))
 
 
-def without_dense(document: Any) -> None:
+def without_dense(document):
     """As if no dense matrix had versions; its files stay listed."""
     document.pop("dense")
     document["allocation"].pop("dense")
 
 
-def all_without_dense(document: Any) -> None:
+def all_without_dense(document):
     """The same, and its files go."""
     without_dense(document)
     for name in [n for n in document["files"] if n.startswith("dense/")]:
         document["files"].pop(name)
 
 
-def rotated(version: int, value: Any, *where: Any, key: str = "rotation") -> Do:
+def rotated(version: int, value, *where, key: str = "rotation") -> Do:
     """A rotation in a version's record, of experts or, with `where`, of others; or another `key` there."""
 
-    def change(document: Any) -> None:
+    def change(document):
         for part in where:
             document = document[part]
         document["versions"][version][key] = value

@@ -1,7 +1,5 @@
 """An edit of a copied bundle, and the files of that bundle that edits name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from hostile_edits import Victim

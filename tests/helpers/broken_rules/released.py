@@ -17,10 +17,10 @@ def _edit(version: str, group: int, kind: str, place: int, value: int, dtype: st
     sections = Version.of(version, group).sections(MATRICES)
     s = next(s for s in sections if (s.matrix, s.kind) == (0, kind))
 
-    def change(room: np.ndarray[Any, Any]) -> None:
+    def change(room: np.ndarray[Any, Any]):
         room[s.offset : s.end].view(dtype)[place] = value
 
-    def do(v: Victim) -> None:
+    def do(v: Victim):
         v.extent(f"experts/{version}/layer-001.safetensors", 1, change)
 
     return do

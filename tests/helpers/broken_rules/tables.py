@@ -11,7 +11,7 @@ from .names import Do
 
 
 def table(name: str, change: Callable[[Any], Any]) -> Do:
-    def edit(arrays: Any, metadata: Any) -> None:
+    def edit(arrays, metadata):
         changed = change(arrays[name])
         arrays.pop(name)
         if changed is not None:
@@ -24,13 +24,13 @@ def named(key: str, value: str | None) -> Do:
     return lambda v: v.tables(lambda a, m: m.pop(key) if value is None else m.update({key: value}))
 
 
-def without_w1(arrays: Any, metadata: Any) -> None:
+def without_w1(arrays, metadata):
     metadata.update(versions="bf16,w8,w4,w3,w2")
     arrays.update({k: x[:, :5] for k, x in arrays.items() if x.shape == (3, 6)})
 
 
 def one(value: float) -> Callable[[Any], Any]:
-    def change(array: Any) -> Any:
+    def change(array):
         array.reshape(-1)[-1] = value
         return array
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tiny_models
@@ -20,13 +19,13 @@ IDS = torch.arange(3, 43)[None]
 Make = Callable[[np.random.Generator, int, int], Made]  # a random weight's tensors and value
 
 
-def small(tokenizer: Path, path: Path, **more: Any) -> Path:
+def small(tokenizer: Path, path: Path, **more) -> Path:
     """Save a Qwen3-MoE of two layers of four experts in BF16."""
     sizes = {"num_experts": 4, "moe_intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 4096}
     return tiny_models.save_tiny("qwen3_moe", path, tokenizer, **sizes, **more)
 
 
-def logits(bundle: Path, **options: Any) -> Tensor:
+def logits(bundle: Path, **options) -> Tensor:
     """The logits of IDS, in float32, of a bundle loaded with these options."""
     model = moepack.load(bundle, **options)
     with model.moepack, torch.inference_mode():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -23,7 +22,7 @@ def entry(tensor: Tensor) -> TensorEntry:
     return TensorEntry(NAMES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape), 0, tensor.nbytes)
 
 
-def found(quantization: Any, tensors: dict[str, Tensor], **config: Any) -> dict[str, Encoded]:
+def found(quantization, tensors: dict[str, Tensor], **config) -> dict[str, Encoded]:
     """The encoded weights among tensors, by a configuration's `quantization_config`."""
     scheme = read_scheme("here", {**config, "quantization_config": quantization})
     return find_encoded("here", scheme, {name: entry(tensor) for name, tensor in tensors.items()})
@@ -38,7 +37,7 @@ def bytes_of(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def decoded(quantization: Any, tensors: dict[str, Tensor], **config: Any) -> dict[str, Tensor]:
+def decoded(quantization, tensors: dict[str, Tensor], **config) -> dict[str, Tensor]:
     """Decode all encoded weights, after restoring their tensors bit for bit from their arrays."""
     out = {}
     for name, encoded in found(quantization, tensors, **config).items():

@@ -88,7 +88,7 @@ def block_fp8(rng: Rng, rows: int, cols: int, size: int, name: str, dtype: torch
     return {"weight": codes, name: scale}, value * by
 
 
-def integers(rng: Rng, rows: int, cols: int, bits: int, group: int, dtype: torch.dtype, symmetric: bool) -> Any:
+def integers(rng: Rng, rows: int, cols: int, bits: int, group: int, dtype: torch.dtype, symmetric: bool):
     codes = rng.integers(0, 1 << bits, (rows, cols), dtype=np.uint8)
     groups = -(-cols // group) if group else 1
     zero = rng.integers(1, 1 << bits, (rows, groups), dtype=np.uint8)
@@ -134,12 +134,12 @@ class Kind:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def compressed(form: str, **weights: Any) -> dict[str, Any]:
+def compressed(form: str, **weights) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "format": form}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
-def _float(strategy: str, **more: Any) -> dict[str, Any]:
+def _float(strategy: str, **more) -> dict[str, Any]:
     return compressed("float-quantized", num_bits=8, type="float", strategy=strategy, **more)
 
 
@@ -248,7 +248,7 @@ KINDS = {
 }
 
 
-def weight(kind: str, rows: int, cols: int, module: str = "m.experts.0.up_proj", seed: int = 0) -> Any:
+def weight(kind: str, rows: int, cols: int, module: str = "m.experts.0.up_proj", seed: int = 0):
     """A random weight's tensors under a module's name, and its value in BF16."""
     tensors, value = KINDS[kind].make(np.random.default_rng(seed), rows, cols)
     return {f"{module}.{n}": x for n, x in tensors.items()}, torch.from_numpy(value).to(torch.bfloat16)

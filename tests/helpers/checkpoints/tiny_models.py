@@ -65,14 +65,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(family: str, extra: dict[str, Any]) -> Any:
+def config_of(family: str, extra: dict[str, Any]):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(0)
     return CONFIG_MAPPING[family](**{**_BASE, **FAMILIES.get(family, {}), **extra})
 
 
-def random_model(family: str, dtype: torch.dtype, attention: str | None = None, **extra: Any) -> tuple[Any, list[Any]]:
+def random_model(family: str, dtype: torch.dtype, attention: str | None = None, **extra) -> tuple[Any, list[Any]]:
     """A random model of `family` in memory, and its layers of experts."""
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +87,7 @@ def random_model(family: str, dtype: torch.dtype, attention: str | None = None, 
     return model, layers
 
 
-def build_tiny(family: str, folder: Path, recipe: str, demo_model: Path, text: Path, **extra: Any) -> Path:
+def build_tiny(family: str, folder: Path, recipe: str, demo_model: Path, text: Path, **extra) -> Path:
     """A bundle of a random model, with the demo model's tokenizer."""
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import parse_recipe
@@ -98,7 +98,7 @@ def build_tiny(family: str, folder: Path, recipe: str, demo_model: Path, text: P
 
 
 def save_tiny(
-    family: str, path: Path, tokenizer: Path | None = None, dtype: torch.dtype = torch.bfloat16, **extra: Any
+    family: str, path: Path, tokenizer: Path | None = None, dtype: torch.dtype = torch.bfloat16, **extra
 ) -> Path:
     """Save a random model of `family` at `path`, with a tokenizer copied from another checkpoint."""
     from transformers import AutoModelForCausalLM
@@ -116,6 +116,6 @@ def save_tiny(
     return path
 
 
-def copy_tokenizer(source: Path, path: Path) -> None:
+def copy_tokenizer(source: Path, path: Path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_bytes((source / name).read_bytes())

@@ -28,7 +28,7 @@ SIZES = (1, 100, 128, 1000, TILE, TILE + 1, 20000)
 class Fenced:
     """Room for bytes that end (but for alignment to 4) at a page that may not be touched."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int):
         self._pages = -(-size // PAGE) * PAGE
         self._map = mmap.mmap(-1, self._pages + PAGE)
         self._all = np.frombuffer(self._map, np.uint8)
@@ -42,7 +42,7 @@ class Fenced:
         return self._all[start : start + size]
 
 
-def mutate(coded: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]], rng: np.random.Generator) -> Any:
+def mutate(coded: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]], rng: np.random.Generator):
     """One of: flipped bits, noise over a stretch, truncation, another stream's header or table, forged lengths."""
     out = coded.copy()
     kind = rng.integers(6)
@@ -73,7 +73,7 @@ def mutate(coded: np.ndarray[Any, Any], others: list[np.ndarray[Any, Any]], rng:
     return out
 
 
-def attack_extent(version: Version, matrices: tuple[Matrix, ...], extent: Any, count: int) -> tuple[int, int]:
+def attack_extent(version: Version, matrices: tuple[Matrix, ...], extent, count: int) -> tuple[int, int]:
     """Restore and check `count` mutations of a stored extent; return how many were refused, and how many decoded."""
     rng, refused = np.random.default_rng(0), 0
     stored, memory = Fenced(len(extent)), Fenced(version.resident_size(matrices))
@@ -89,14 +89,14 @@ def attack_extent(version: Version, matrices: tuple[Matrix, ...], extent: Any, c
     return refused, count - refused
 
 
-def attack(count: int, overrun: int = 0) -> None:
+def attack(count: int, overrun: int = 0):
     """Decode `count` mutated streams of BF16 weights, on every level in turn. `overrun` plants a fault."""
     kinds = ("gaussian", "cauchy", "uniform", "constant")
     whole = [(n, exponent_fast.encode(draw(kind, n, n))) for n in SIZES for kind in kinds]
     _on_every_level(whole, np.dtype(np.uint16), exponent_fast.decode_into, count, overrun)
 
 
-def attack_fp8(count: int, overrun: int = 0) -> None:
+def attack_fp8(count: int, overrun: int = 0):
     """Decode `count` mutated streams of FP8 codes, on every level in turn."""
     rng = np.random.default_rng(1)
     whole: list[tuple[int, np.ndarray[Any, Any]]] = []
@@ -109,8 +109,8 @@ def attack_fp8(count: int, overrun: int = 0) -> None:
 
 
 def _on_every_level(
-    whole: list[tuple[int, np.ndarray[Any, Any]]], dtype: np.dtype[Any], decode_into: Any, count: int, overrun: int
-) -> None:
+    whole: list[tuple[int, np.ndarray[Any, Any]]], dtype: np.dtype[Any], decode_into, count: int, overrun: int
+):
     native = exponent_fast.engine()
     for level in range(native.BEST + 1) if native and not overrun else [None]:
         if native and level is not None:
@@ -118,9 +118,7 @@ def _on_every_level(
         _attack(whole, dtype, decode_into, count, overrun)
 
 
-def _attack(
-    whole: list[tuple[int, np.ndarray[Any, Any]]], dtype: np.dtype[Any], decode_into: Any, count: int, overrun: int
-) -> None:
+def _attack(whole: list[tuple[int, np.ndarray[Any, Any]]], dtype: np.dtype[Any], decode_into, count: int, overrun: int):
     rng, width = np.random.default_rng(0), dtype.itemsize
     most = max(n for n, _ in whole)
     room_in, room_out = Fenced(max(len(c) for _, c in whole)), Fenced(width * most + 4)

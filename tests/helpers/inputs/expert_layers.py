@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,7 +127,7 @@ def product(
     limits: np.ndarray | None = None,
     dtype: torch.dtype = torch.float32,
     fill: float = torch.nan,
-    **more: Any,
+    **more,
 ) -> torch.Tensor:
     """[slots, rows] by the compiled kernel; `fill` stands where it writes nothing."""
     out = torch.full((index.numel(), len(layer.weights[0])), fill, dtype=dtype)

@@ -39,13 +39,13 @@ def every_engine() -> Iterator[str]:
     """Makes exponent_fast run each of its engines in turn."""
     kept = exponent_fast.engine
     try:
-        exponent_fast.engine = lambda: None  # type: ignore[assignment]
+        exponent_fast.engine = lambda: None
         yield "NumPy"
         try:
             from moepack.pack.codec import exponent_native
         except OSError:
             return
-        exponent_fast.engine = lambda: exponent_native  # type: ignore[assignment]
+        exponent_fast.engine = lambda: exponent_native
         for level in range(exponent_native.level + 1):
             assert exponent_native.use_level(level) == level
             yield f"C {level}"

@@ -29,7 +29,7 @@ SECONDS = 20  # an edit that takes longer hangs
 Change = Callable[[Any], Any]
 
 
-def canonical(document: Any) -> bytes:
+def canonical(document) -> bytes:
     """The bytes of a manifest."""
     return (json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode()
 
@@ -43,13 +43,13 @@ def signed(document: dict[str, Any]) -> bytes:
 class Victim:
     """A copy of a bundle that is edited and put right again. `path` is its directory."""
 
-    def __init__(self, source: Path, room: Path) -> None:
+    def __init__(self, source: Path, room: Path):
         self.path = Path(shutil.copytree(source, room / "bundle"))
         self._source = source
         self.manifest: dict[str, Any] = json.loads((source / MANIFEST).read_text())
         self._touched: set[str] = set()
 
-    def restore(self) -> None:
+    def restore(self):
         """Undo every edit."""
         for name in self._touched:
             file = self.path / name
@@ -63,25 +63,25 @@ class Victim:
                 shutil.copyfile(self._source / name, file)
         self._touched.clear()
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes):
         """Replace a file."""
         self._touched.add(name)
         (self.path / name).write_bytes(data)
 
-    def replace(self, name: str, by: Callable[[Path], object]) -> None:
+    def replace(self, name: str, by: Callable[[Path], object]):
         """Remove a file or folder, and put something else there."""
         self._touched.add(name)
         file = self.path / name
         shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
         by(file)
 
-    def sign(self, change: Callable[[dict[str, Any]], object]) -> None:
+    def sign(self, change: Callable[[dict[str, Any]], object]):
         """Change the manifest, and sign it."""
         document = json.loads((self.path / MANIFEST).read_text())
         change(document)
         self.write(MANIFEST, signed(document))
 
-    def rewrite(self, name: str, data: bytes) -> None:
+    def rewrite(self, name: str, data: bytes):
         """Replace a file, and have the manifest say so. Of a layer file the header's digest alone is the manifest's."""
         self.write(name, data)
         entry: dict[str, Any] = {"size": len(data)}
@@ -92,7 +92,7 @@ class Victim:
             entry["sha256"] = hashlib.sha256(data).hexdigest()
         self.sign(lambda d: d["files"][name].update(entry))
 
-    def header(self, name: str, change: Change) -> None:
+    def header(self, name: str, change: Change):
         """Change the header of a safetensors file: `change` is given its document, and returns the new one or bytes.
 
         The new header takes the old one's length where it fits, so that data stay where they are.
@@ -106,7 +106,7 @@ class Victim:
             text += b" " * (-(len(text) + 8) % 4096)
         self.rewrite(name, struct.pack("<Q", len(text)) + text + data[8 + length :])
 
-    def extent(self, name: str, expert: int, change: Callable[[np.ndarray[Any, Any]], object]) -> None:
+    def extent(self, name: str, expert: int, change: Callable[[np.ndarray[Any, Any]], object]):
         """Change the bytes of an extent in place, and sign them, their header and the manifest."""
         data = bytearray((self.path / name).read_bytes())
         (length,) = struct.unpack("<Q", data[:8])
@@ -123,7 +123,7 @@ class Victim:
         del room
         self.rewrite(name, bytes(data))
 
-    def tables(self, change: Callable[[dict[str, np.ndarray[Any, Any]], dict[str, str]], object]) -> None:
+    def tables(self, change: Callable[[dict[str, np.ndarray[Any, Any]], dict[str, str]], object]):
         """Change the tables and their metadata, and sign them."""
         from safetensors import safe_open
         from safetensors.numpy import save
@@ -134,7 +134,7 @@ class Victim:
         self.rewrite(TABLES, save({n: np.array(a, order="C") for n, a in arrays.items()}, metadata))
 
 
-def read_all(path: Path) -> None:
+def read_all(path: Path):
     """Use a bundle as a user may: all of it is checked, shown, and decoded.
 
     Raises:
@@ -165,7 +165,7 @@ class Refused(MoepackError):
     """By `verify`."""
 
 
-def one_line(text: str) -> None:
+def one_line(text: str):
     """See that a message is a line that a terminal prints."""
     assert text and text.isprintable() and len(text) < 2500, repr(text[:300])
 
@@ -177,7 +177,7 @@ def in_time(seconds: int) -> Iterator[None]:
     What waits for ever is ended by pytest's time-out.
     """
 
-    def late(*_: object) -> None:
+    def late(*_):
         raise TimeoutError(f"took more than {seconds} seconds")
 
     before = signal.signal(signal.SIGPROF, late)

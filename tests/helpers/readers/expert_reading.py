@@ -13,7 +13,7 @@ from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.stream import StreamedModel
 
 
-def compare_parts(stream: StreamedModel, layer: int) -> None:
+def compare_parts(stream: StreamedModel, layer: int):
     """Load a layer with three experts read at a time, against loading it at once."""
     import moepack.calibrate.skeleton as module
 
@@ -35,7 +35,7 @@ def compare_parts(stream: StreamedModel, layer: int) -> None:
     assert all(torch.equal(parts[n], t) and parts[n].dtype == t.dtype for n, t in whole.items())
 
 
-def compare(checkpoint: Path, every: bool = True) -> None:
+def compare(checkpoint: Path, every: bool = True):
     """Read the middle experts of the last layer both ways, and count what was read."""
     stream = StreamedModel(open_checkpoint(checkpoint))
     layer = max(stream.expert_layers)

@@ -26,7 +26,7 @@ def whole(paths: Sequence[Path]) -> Reading:
 class Reading:
     """A file's keys, and its tensors as float32 arrays, columns last."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path):
         self._data, self._at = path.read_bytes(), 0
         magic, version, tensors, keys = self._take("<4sIQQ")
         assert (magic, version) == (b"GGUF", 3)
@@ -50,7 +50,7 @@ class Reading:
         self._at += size
         return self._data[self._at - size : self._at].decode()
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int):
         if kind == 8:
             return self._text()
         if kind == 9:
@@ -90,7 +90,7 @@ class Reading:
 class Joined(Reading):
     """Several files as one."""
 
-    def __init__(self, files: Sequence[Reading]) -> None:
+    def __init__(self, files: Sequence[Reading]):
         self.keys, self._files = files[0].keys, {name: file for file in files for name in file.names()}
 
     def names(self) -> dict[str, int]:

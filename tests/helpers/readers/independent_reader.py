@@ -16,7 +16,7 @@ def read_manifest(root: Path) -> dict:
     document = json.loads(raw)
     digest = document.pop("sha256")
 
-    def canonical(value: object) -> bytes:
+    def canonical(value) -> bytes:
         return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode()
 
     assert hashlib.sha256(canonical(document)).hexdigest() == digest
@@ -81,7 +81,7 @@ def e2m1(bits: int) -> float:
 class Sections:
     """Numbers of an extent, section after section."""
 
-    def __init__(self, extent: bytes) -> None:
+    def __init__(self, extent: bytes):
         self.extent, self.at = extent, 0
 
     def take(self, item: int, count: int) -> list[int]:

@@ -34,12 +34,12 @@ ERRORS = {2: "out of memory", 713: "memory is not registered", 801: "operation n
 class Function:
     """What ctypes makes of a library's symbol: it can be called, and told its types."""
 
-    def __init__(self, name: str, work: Callable[..., Any]) -> None:
+    def __init__(self, name: str, work: Callable[..., Any]):
         self.name, self.work = name, work
         self.argtypes: list[Any] = []
         self.restype: Any = None
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments):
         assert len(arguments) == len(self.argtypes), f"{self.name}: {arguments}"
         return self.work(*arguments)
 
@@ -47,9 +47,7 @@ class Function:
 class FakeCudart:
     """The library: `fails(name, size, flags)` gives an error code, or 0."""
 
-    def __init__(
-        self, attributes: dict[int, int] | None = None, fails: Callable[[str, int, int], int] = lambda *_: 0
-    ) -> None:
+    def __init__(self, attributes: dict[int, int] | None = None, fails: Callable[[str, int, int], int] = lambda *_: 0):
         self.attributes = attributes if attributes is not None else {REGISTERS: 1, READS_ONLY: 1}
         self.fails = fails
         self.calls: list[tuple[Any, ...]] = []
@@ -74,7 +72,7 @@ class FakeCudart:
         self.sticky = code or self.sticky
         return code
 
-    def _DeviceGetAttribute(self, value: Any, number: int, device: int) -> int:
+    def _DeviceGetAttribute(self, value, number: int, device: int) -> int:
         value._obj.value = self.attributes[number]
         return 0
 
@@ -95,12 +93,12 @@ class FakeCudart:
             self.wrong.append("unpinned while the device reads it")
         return self._did("unregister")
 
-    def _HostGetDevicePointer(self, found: Any, address: int, flags: int) -> int:
+    def _HostGetDevicePointer(self, found, address: int, flags: int) -> int:
         registered = any(a <= address < a + n for a, n in self.registered.items())
         found._obj.value = address + self.elsewhere * registered
         return 0
 
-    def _HostAlloc(self, address: Any, size: int, flags: int) -> int:
+    def _HostAlloc(self, address, size: int, flags: int) -> int:
         code = self._did("allocate", size, flags)
         if not code:
             memory = np.zeros(size + 4096, np.uint8)
@@ -128,7 +126,7 @@ class FakeCudart:
 class FakeEvent:
     """Ends after it was asked `patience` times; what was issued before it on its stream is then done."""
 
-    def __init__(self, gpu: FakeGpu, stream: str, issued: int) -> None:
+    def __init__(self, gpu: FakeGpu, stream: str, issued: int):
         self._gpu, self._stream, self._issued, self._left = gpu, stream, issued, gpu.patience
 
     def query(self) -> bool:
@@ -143,7 +141,7 @@ class FakeEvent:
     def elapsed_time(self, end: FakeEvent) -> float:
         return 0.001
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self._left = 0
         self.query()
 
@@ -154,7 +152,7 @@ class FakeGpu:
     Any thread may call it.
     """
 
-    def __init__(self, cuda: FakeCudart, patience: int = 3, decodes_by: Callable[..., Any] | None = None) -> None:
+    def __init__(self, cuda: FakeCudart, patience: int = 3, decodes_by: Callable[..., Any] | None = None):
         self.cuda, self.patience, self.broken = cuda, patience, False
         cuda.busy = self.busy
         self.log: list[str] = []
@@ -188,7 +186,7 @@ class FakeGpu:
         self.most = max(self.most, sum(self.blocks.values()))
         return made
 
-    def free(self, block: Tensor) -> None:
+    def free(self, block: Tensor):
         """Torch would give these bytes to whoever asks next, who writes to them."""
         if size := self.blocks.pop(block.data_ptr(), 0):
             given = block.data_ptr(), size
@@ -219,7 +217,7 @@ class FakeGpu:
     def computing(self) -> contextlib.AbstractContextManager[None]:
         return self._on("compute")
 
-    def _issue(self, name: str, work: Callable[[], None], *writes: Tensor) -> None:
+    def _issue(self, name: str, work: Callable[[], None], *writes: Tensor):
         stream = getattr(self._stream, "name", None)
         if stream is None:
             self.wrong.append(f"{name} on no stream of its own")
@@ -233,7 +231,7 @@ class FakeGpu:
                 work()
                 self._work[stream][-1] = (lambda: None), ranges
 
-    def wait(self, event: FakeEvent) -> None:
+    def wait(self, event: FakeEvent):
         with self.lock:
             if self._stream.name == "compute":
                 self.carry_out(event._stream, event._issued)
@@ -241,7 +239,7 @@ class FakeGpu:
                 entry = (lambda: self.carry_out(event._stream, event._issued)), list[tuple[int, int]]()
                 self._work[self._stream.name].append(entry)
 
-    def launch(self, ranges: Ranges) -> None:
+    def launch(self, ranges: Ranges):
         """A kernel on the compute stream reads these; it goes on until an event after it has ended."""
         with self.lock:
             for stream, work in self._work.items():
@@ -252,14 +250,14 @@ class FakeGpu:
             self.reading[number] = ranges
             kept = [(at, size, ctypes.string_at(at, size)) for at, size in ranges]
 
-            def end() -> None:
+            def end():
                 if any(ctypes.string_at(at, n) != bytes_ for at, n, bytes_ in kept):
                     self.wrong.append("written to while it is read")
                 del self.reading[number]
 
             self._work["compute"].append((end, []))
 
-    def _begin(self, ranges: Ranges) -> None:
+    def _begin(self, ranges: Ranges):
         """Something is written."""
         if overlap(ranges, [r for own in self.reading.values() for r in own]):
             self.wrong.append("written to while it is read")
@@ -270,11 +268,11 @@ class FakeGpu:
             writes = [r for name, work in self._work.items() for _, more in work[self._done[name] :] for r in more]
             return writes + [r for own in self.reading.values() for r in own]
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
+    def copy(self, to: Tensor, source: Tensor):
         if to.numel() != source.numel() or to.dtype != source.dtype:
             self.wrong.append("a copy of other sizes")
 
-        def work() -> None:
+        def work():
             start, size = source.data_ptr(), source.numel() * source.element_size()
             if not self.cuda.is_pinned(start, size) and not any(a <= start < a + n for a, n in self.own):
                 self.wrong.append("copied from memory that is not pinned")
@@ -288,7 +286,7 @@ class FakeGpu:
         status = torch.zeros(len(jobs), dtype=torch.int32)
         self.own.append((status.data_ptr(), status.nbytes))
 
-        def work() -> None:
+        def work():
             if self.decodes_by is not None:
                 status.copy_(self.decodes_by(jobs))
                 return
@@ -306,7 +304,7 @@ class FakeGpu:
         stream = self._stream.name
         return FakeEvent(self, stream, len(self._work[stream]))
 
-    def finish(self) -> None:
+    def finish(self):
         with self.lock:
             for stream, work in self._work.items():
                 self.carry_out(stream, len(work))
@@ -314,7 +312,7 @@ class FakeGpu:
     def mark(self) -> FakeEvent:
         return FakeEvent(self, "compute", len(self._work["compute"]))
 
-    def carry_out(self, stream: str, issued: int) -> None:
+    def carry_out(self, stream: str, issued: int):
         with self.lock:
             work = self._work[stream]
             while self._done[stream] < issued:

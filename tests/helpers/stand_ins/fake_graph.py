@@ -7,7 +7,6 @@ host, or an address of another step, gives other bits than the pass.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -17,25 +16,25 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors(value) -> list[Tensor]:
     return [t for t in tree_leaves(value) if isinstance(t, Tensor)]
 
 
 class FakeGraph(TorchDispatchMode):
     """Keeps what is asked for while it is entered."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.work: list[Callable[[], None]] = []
         self._before: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # what is written to, and its numbers before
         self.replays = 0
 
-    def _keep(self, tensors: list[Tensor]) -> None:
+    def _keep(self, tensors: list[Tensor]):
         for t in tensors:
             if (key := (t.data_ptr(), t.numel())) not in self._before:
                 self._before[key] = t, t.detach().clone()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         named = kwargs or {}
         written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
         if any(written):
@@ -48,17 +47,17 @@ class FakeGraph(TorchDispatchMode):
             made = [t.untyped_storage().data_ptr() in held for t in _tensors(out)]
             if not all(made):  # else a view
 
-                def again() -> None:
+                def again():
                     for to, new in zip(_tensors(out), _tensors(func(*args, **named)), strict=True):
                         to.copy_(new)
 
                 self.work.append(again)
         return out
 
-    def launched(self, run: Any) -> Any:
+    def launched(self, run):
         """What stands where Triton launches."""
 
-        def launch(executor: Any, *args: Any, **kwargs: Any) -> None:
+        def launch(executor, *args, **kwargs):
             with _disable_current_modes():
                 self._keep(_tensors((args, kwargs)))
                 run(executor, *args, **kwargs)
@@ -66,13 +65,13 @@ class FakeGraph(TorchDispatchMode):
 
         return launch
 
-    def replay(self) -> None:
+    def replay(self):
         self.replays += 1
         with torch.inference_mode():
             for work in self.work:
                 work()
 
-    def undo(self) -> None:
+    def undo(self):
         with torch.inference_mode():
             for tensor, before in self._before.values():
                 tensor.copy_(before)

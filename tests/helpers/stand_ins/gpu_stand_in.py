@@ -35,7 +35,7 @@ PLAIN = Version.of("bf16").kernel
 class StandIn:
     """One GPU: stand-ins of its streams, and of the runtime's calls on host memory."""
 
-    def __init__(self, patience: int = 3, decodes_by: Any = None) -> None:
+    def __init__(self, patience: int = 3, decodes_by=None):
         self.cudart = FakeCudart()
         self.gpu = FakeGpu(self.cudart, patience, decodes_by)
         self.brought = 0  # bytes that launches copied from pinned memory to a stage
@@ -51,9 +51,7 @@ class StandIn:
         return [*(f"block at {a:#x}" for a in self.gpu.blocks), *(f"pinned at {a:#x}" for a in pinned)]
 
 
-def install(
-    monkeypatch: pytest.MonkeyPatch, patience: int = 3, decodes_by: Any = None, computes: bool = True
-) -> StandIn:
+def install(monkeypatch: pytest.MonkeyPatch, patience: int = 3, decodes_by=None, computes: bool = True) -> StandIn:
     """Let whatever is loaded from now on be served by a stand-in; without `computes` products make zeros: where it
     is only memory that matters, this saves the interpreter's minutes."""
     made = StandIn(patience, decodes_by)
@@ -72,17 +70,17 @@ def install(
     return made
 
 
-def _in_turn(made: StandIn, real: Any) -> Any:
+def _in_turn(made: StandIn, real):
     """A launch that threads make in turn, because Triton's interpreter serves one."""
 
-    def launch(table: Any, index: Any, *more: Any, **given: Any) -> Any:
+    def launch(table, index, *more, **given):
         with made.gpu.lock:
             return real(table, index, *more, **given)
 
     return launch
 
 
-def _watched(made: StandIn, real: Any, computes: bool) -> Any:
+def _watched(made: StandIn, real, computes: bool):
     """A product that is held to the rules of memory; a recorder of operations does not see this check."""
 
     @_disable_current_modes()
@@ -146,10 +144,10 @@ def _decoded(
 _served: list[StandIn] = []
 
 
-def _decodes(made: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def _decodes(made: StandIn, monkeypatch: pytest.MonkeyPatch):
     _served.append(made)
 
-    def decode_chosen(of: Any, experts: Tensor | None, counts: Tensor, coded: Tensor) -> None:
+    def decode_chosen(of, experts: Tensor | None, counts: Tensor, coded: Tensor):
         of_whom = torch.arange(len(counts), dtype=torch.int32) if experts is None else experts
         torch.ops.stand_in.decode_chosen(of_whom, counts, coded, of.fields, of.slots, of.status, _served.index(made))
 
@@ -157,10 +155,10 @@ def _decodes(made: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exponent_triton, "bring", _bringing(made))
 
 
-def _bringing(made: StandIn) -> Any:
+def _bringing(made: StandIn):
     """What `exponent_triton.bring` does, of all experts, by the host."""
 
-    def bring(experts: None, counts: Tensor, sources: Tensor, sizes: Tensor, stage: Tensor, most: int) -> None:
+    def bring(experts: None, counts: Tensor, sources: Tensor, sizes: Tensor, stage: Tensor, most: int):
         with made.gpu.lock:
             made.gpu.carry_out("compute", len(made.gpu._work["compute"]))  # a stream's launches follow each other
             for e in ((counts > 0) & (sources & 1 > 0)).nonzero().view(-1).tolist():
@@ -173,7 +171,7 @@ def _bringing(made: StandIn) -> Any:
     return bring
 
 
-def kernels(monkeypatch: pytest.MonkeyPatch, real_products: bool = False) -> None:
+def kernels(monkeypatch: pytest.MonkeyPatch, real_products: bool = False):
     """Let the GPU's kernels run experts, in Triton's interpreter; skip where Triton compiles them for a real GPU.
 
     Without `real_products` torch computes those, which takes a twentieth of the time.

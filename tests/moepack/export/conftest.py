@@ -1,10 +1,5 @@
 """Bundles of the short model by each rule for zero points, made once a run. Read only."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from moepack.pipeline.build import build
@@ -19,10 +14,10 @@ calibration: {{samples: 4, length: 64, batch_size: 2}}
 
 
 @pytest.fixture(scope="session")
-def of_zeros(short_model: Path, text: Path, made_once: Callable[..., Path]) -> Callable[[str], Path]:
+def of_zeros(short_model, text, made_once):
     """The bundle whose recipe says `zeros:` so."""
 
-    def made(zeros: str) -> Path:
+    def made(zeros):
         recipe = parse_recipe(RECIPE.format(zeros), "test")
         return made_once(f"zeros-{zeros}", lambda path: build(short_model, path, recipe, [text]))
 

@@ -1,10 +1,7 @@
 """`export --to checkpoint` at a width: the model's own tensors, dequantised; and what every target refuses."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import tiny_models
@@ -27,12 +24,12 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 """
 
 
-def stored(path: Path) -> dict[str, torch.Tensor]:
+def stored(path):
     return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe", "mixtral", "deepseek_v2"])
-def test_every_layout(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_every_layout(family, demo_model, text, tmp_path):
     """One tensor an expert, all of a layer in one, transposed, with biases; in the order and names of the original."""
     checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
     build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
@@ -60,7 +57,7 @@ def test_every_layout(family: str, demo_model: Path, text: Path, tmp_path: Path)
                 assert torch.equal(own, values.to(torch.bfloat16)), (layer.index, e, name)
 
 
-def test_a_map_and_shards(bundle: Path, tmp_path: Path) -> None:
+def test_a_map_and_shards(bundle, tmp_path):
     """A version an expert, and files of at most so many bytes, with an index that transformers reads."""
     opened = open_bundle(bundle)
     rows = [[("bf16", "w4", "w2")[(i + e) % 3] for e in range(x.experts)] for i, x in enumerate(opened.layers)]
@@ -83,7 +80,7 @@ def test_a_map_and_shards(bundle: Path, tmp_path: Path) -> None:
         assert torch.equal(got.down_proj[e].to(torch.bfloat16), own.to(torch.bfloat16))
 
 
-def test_a_dry_run_writes_nothing(bundle: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing(bundle, tmp_path):
     """And says what the export then takes."""
     command = "export", bundle, "-o", tmp_path / "out", "--bits", "3", "--json", "-q"
     dry = json.loads(ok(cli(*command, "--dry-run")))
@@ -108,12 +105,12 @@ def test_a_dry_run_writes_nothing(bundle: Path, tmp_path: Path) -> None:
         (("--fit", "1MB"), "--fit 1MB: the smallest that is exported takes"),
     ],
 )
-def test_what_cannot_be_is_refused(words: tuple[str, ...], said: str, bundle: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused(words, said, bundle, tmp_path):
     refused(cli("export", bundle, "-o", tmp_path / "out", "-q", *words), said)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_not_written_into_its_bundle(bundle: Path, tmp_path: Path) -> None:
+def test_it_is_not_written_into_its_bundle(bundle, tmp_path):
     """By whatever name."""
     (tmp_path / "link").symlink_to(bundle)
     for name in (bundle, tmp_path / "link", bundle.parent / "x" / ".." / bundle.name):
@@ -121,7 +118,7 @@ def test_it_is_not_written_into_its_bundle(bundle: Path, tmp_path: Path) -> None
             export(bundle, name / "out", wanted=Wanted(bits="4"))
 
 
-def test_a_damaged_tokenizer_is_not_copied(bundle: Path, tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_not_copied(bundle, tmp_path):
     shutil.copytree(bundle, tmp_path / "bundle")
     file = tmp_path / "bundle" / "tokenizer.json"
     file.chmod(0o644)

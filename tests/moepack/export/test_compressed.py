@@ -1,31 +1,25 @@
 """`export --to compressed-tensors`, read back by the format's own library and by transformers."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
 from support import Notes, cli, refused
-from torch import Tensor
 
 import moepack
 from moepack.export import Wanted, export
-from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 
-Made = Callable[[str], Path]
 # Importing the library takes seconds, which no process should spend that only collects tests.
 pytestmark = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
 
 
-def experts(bundle: Bundle, of: Callable[[int, int], str]) -> Iterator[tuple[str, Tensor]]:
+def experts(bundle, of):
     """Names and exact weights of a Qwen3-MoE's experts; `of` names the version of one."""
     for layer in bundle.layers:
         for e in range(layer.experts):
@@ -35,7 +29,7 @@ def experts(bundle: Bundle, of: Callable[[int, int], str]) -> Iterator[tuple[str
                 yield f"{layer.module}.{e}.{name}_proj", own
 
 
-def decompressed(path: Path) -> Callable[[str], Tensor]:
+def decompressed(path):
     """What the library makes of a module, found as it finds modules: by the targets of the config's groups."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -45,12 +39,12 @@ def decompressed(path: Path) -> Callable[[str], Tensor]:
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     schemes = [QuantizationScheme(**g) for g in config["config_groups"].values()]
 
-    def weight(module: str) -> Tensor:
+    def weight(module):
         linear = torch.nn.Linear(1, 1)
         (scheme,) = [s for s in schemes if is_match(module, linear, s.targets, config["ignore"])]
         own = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.rpartition(".")[0] == module}
         made = BaseCompressor.get_value_from_registry(config["format"]).decompress(own, scheme)
-        found: Tensor = made["weight"]
+        found = made["weight"]
         return found
 
     return weight
@@ -58,7 +52,7 @@ def decompressed(path: Path) -> Callable[[str], Tensor]:
 
 @pytest.mark.parametrize("zeros", ["integer", "symmetric"])
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
-def test_the_library_reads_our_values(zeros: str, bits: int, of_zeros: Made, tmp_path: Path) -> None:
+def test_the_library_reads_our_values(zeros, bits, of_zeros, tmp_path):
     """Bit for bit with FP32 scales, rounded to BF16 with BF16 ones; dense matrices as well; nothing else changes."""
     bundle = open_bundle(of_zeros(zeros))
     for scales in ("fp32", "bf16"):
@@ -76,7 +70,7 @@ def test_the_library_reads_our_values(zeros: str, bits: int, of_zeros: Made, tmp
     assert all(torch.equal(stored[n], others.torch(n)) for n in others)
 
 
-def test_one_width_a_layer(of_zeros: Made, tmp_path: Path) -> None:
+def test_one_width_a_layer(of_zeros, tmp_path):
     """`--fit` takes the widths that fit; each layer is its own group."""
     bundle = open_bundle(of_zeros("integer"))
     sizes = [export(bundle.path, tmp_path / b, "compressed-tensors", Wanted(bits=b), True).bytes for b in ("4", "3")]
@@ -104,7 +98,7 @@ def test_one_width_a_layer(of_zeros: Made, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bits", [4, 3])
-def test_transformers_loads_it(bits: int, of_zeros: Made, tmp_path: Path) -> None:
+def test_transformers_loads_it(bits, of_zeros, tmp_path):
     """Its logits are those of `static:wN`, but for the order of sums (float32); symmetric codes alone."""
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +115,7 @@ def test_transformers_loads_it(bits: int, of_zeros: Made, tmp_path: Path) -> Non
     assert len(notes.notes) == 1 and "symmetric" in notes.notes[0]
 
 
-def test_fractional_zero_points_are_refused(of_zeros: Made, tmp_path: Path) -> None:
+def test_fractional_zero_points_are_refused(of_zeros, tmp_path):
     """By how many there are and what to round them would cost; experts' and dense matrices'."""
     bundle = open_bundle(of_zeros("fractional"))
     total = sum(2 * x.experts * m.rows * (m.cols // 32) for x in bundle.layers[:1] for m in x.matrices)
@@ -140,7 +134,7 @@ def test_fractional_zero_points_are_refused(of_zeros: Made, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_in_one_tensor_are_refused(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_experts_in_one_tensor_are_refused(demo_model, text, tmp_path):
     checkpoint = tiny_models.save_tiny("gpt_oss", tmp_path / "checkpoint", demo_model, intermediate_size=64)
     recipe = "versions: [w4]\nquantize: {method: gptq, group_size: 32, loss_tokens: 64}\n"
     recipe += "calibration: {samples: 2, length: 64, batch_size: 2}"

@@ -1,15 +1,11 @@
 """`export --to gguf`, read by a reader of our own, by the gguf package and by transformers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,18 +20,17 @@ from support import ROOT, Notes, cli, ok, refused, tree
 import moepack
 from moepack.export import Wanted, export
 from moepack.export.gguf.tokens import tokenizer
-from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 
-Made = Callable[[str], Path]
 NATIVE = (
     "quantize: {method: rtn, group_size: 32, loss_tokens: 64}\ncalibration: {samples: 2, length: 64, batch_size: 2}\n"
 )
 BF16, Q8_0, Q4_0, MXFP4, Q1_0 = 30, 8, 2, 39, 41
 
 
-def same_experts(read: Callable[[str], np.ndarray], bundle: Bundle, version: str) -> bool:
+def same_experts(read, bundle, version):
     """Whether every expert has the bundle's values, bit for bit."""
     for layer in bundle.layers:
         gate, up, down = (read(f"blk.{layer.index}.ffn_{n}_exps.weight") for n in ("gate", "up", "down"))
@@ -49,7 +44,7 @@ def same_experts(read: Callable[[str], np.ndarray], bundle: Bundle, version: str
 
 
 @pytest.mark.parametrize(("version", "kind"), [("bf16", BF16), ("w8", Q8_0), ("w4", Q4_0)])
-def test_every_value_is_the_bundles(version: str, kind: int, of_zeros: Made, tmp_path: Path) -> None:
+def test_every_value_is_the_bundles(version, kind, of_zeros, tmp_path):
     """Experts, dense matrices in w8, and everything else; the dry run knows the bytes."""
     bundle = open_bundle(of_zeros("symmetric"))
     wanted = Wanted(bits=version, dense="w8")
@@ -71,7 +66,7 @@ def test_every_value_is_the_bundles(version: str, kind: int, of_zeros: Made, tmp
     assert file.keys["general.architecture"] == "qwen3moe" and file.keys["qwen3moe.expert_used_count"] == 2
 
 
-def test_mxfp4_is_passed_through(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_mxfp4_is_passed_through(demo_model, text, tmp_path):
     small(demo_model, tmp_path / "plain")
     released(tmp_path / "plain", tmp_path / "checkpoint", "ct mxfp4")
     recipe = parse_recipe("versions: [native, w2]\n" + NATIVE, "test")
@@ -82,7 +77,7 @@ def test_mxfp4_is_passed_through(demo_model: Path, text: Path, tmp_path: Path) -
     assert same_experts(file.tensor, open_bundle(tmp_path / "bundle"), "mxfp4")
 
 
-def test_one_bit_in_groups_of_128(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_one_bit_in_groups_of_128(demo_model, text, tmp_path):
     """Signs and half of each scale, bit for bit, also by llama.cpp's own function; other groups are refused."""
     wide = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
     tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **wide)
@@ -103,7 +98,7 @@ def test_one_bit_in_groups_of_128(demo_model: Path, text: Path, tmp_path: Path) 
     refused(answer, "w1 is not exported: Q1_0 has a scale for 128 weights, and this one for 64: build it with")
 
 
-def test_it_is_split_as_llama_cpp_does(of_zeros: Made, tmp_path: Path) -> None:
+def test_it_is_split_as_llama_cpp_does(of_zeros, tmp_path):
     """Names, keys and types of keys; every value; files of at most so many bytes; and llama.cpp loads it."""
     bundle = open_bundle(of_zeros("symmetric"))
     wanted = Wanted(bits="4", dense="w8", shard="150kB")
@@ -126,7 +121,7 @@ def test_it_is_split_as_llama_cpp_does(of_zeros: Made, tmp_path: Path) -> None:
         assert said[0] == said[1] and len(said[0].split()) == 8
 
 
-def test_libraries_read_it(of_zeros: Made, tmp_path: Path) -> None:
+def test_libraries_read_it(of_zeros, tmp_path):
     """The gguf package gives our values; transformers' logits are `static:w4`'s but for the order of sums, its tokens
     ours."""
     gguf = pytest.importorskip("gguf")
@@ -151,11 +146,11 @@ def test_libraries_read_it(of_zeros: Made, tmp_path: Path) -> None:
     assert own(words)["input_ids"] == read(words)["input_ids"]
 
 
-def test_tokenizers_that_are_not_known(of_zeros: Made, tmp_path: Path) -> None:
+def test_tokenizers_that_are_not_known(of_zeros, tmp_path):
     """Qwen's way to cut text has a name; another leaves the file without a tokenizer, and a note says so."""
     bundle = open_bundle(of_zeros("symmetric")).path
     (tmp_path / "tokenizer_config.json").write_bytes((bundle / "tokenizer_config.json").read_bytes())
-    cases: list[tuple[str, dict[str, Any], str | None]] = [
+    cases = [
         (QWEN, {}, "qwen2"), ("[a-z]+", {}, None), (QWEN, {"behavior": "Removed"}, None),
         (QWEN, {"invert": True}, None), (QWEN, {"use_regex": True}, None), (QWEN, {"add_prefix_space": True}, None),
         (QWEN, {"normalizer": {"type": "Lowercase"}}, None), (QWEN, {"model": {"type": "BPE"}}, None),
@@ -179,7 +174,7 @@ QWEN = (  # of Qwen3's tokenizer.json
 )
 
 
-def test_without_the_gguf_package(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_gguf_package(of_zeros, tmp_path, monkeypatch):
     for name in [*sys.modules]:
         if name.partition(".")[0] == "gguf" or name.startswith("moepack.export.gguf"):
             monkeypatch.delitem(sys.modules, name)
@@ -188,8 +183,8 @@ def test_without_the_gguf_package(of_zeros: Made, tmp_path: Path, monkeypatch: p
     refused(answer, "--to gguf needs the gguf package: pip install 'moepack[gguf]'")
 
 
-def test_what_gguf_does_not_hold(of_zeros: Made, demo_model: Path, text: Path, tmp_path: Path) -> None:
-    def asked(bundle: Path, *words: str) -> tuple[int, str, str]:
+def test_what_gguf_does_not_hold(of_zeros, demo_model, text, tmp_path):
+    def asked(bundle, *words):
         return cli("export", bundle, "-o", tmp_path / "out", "--to", "gguf", "-q", *words)
 
     said = "zero points are not the middle code, the only one of Q4_0: quantise with zeros: symmetric"
@@ -222,7 +217,7 @@ main()
 """
 
 
-def lossy(*words: str | Path, when: int = 0) -> tuple[int, str, str]:
+def lossy(*words, when=0):
     """Run `export --lossy` where llama_cpp is found; it ends once `when` files are whole."""
     where = packages()
     assert where is not None
@@ -234,7 +229,7 @@ def lossy(*words: str | Path, when: int = 0) -> tuple[int, str, str]:
 
 
 @pytest.mark.skipif(packages() is None, reason="llama-cpp-python is not installed")
-def test_k_quants_lose_and_say_how_much(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_k_quants_lose_and_say_how_much(demo_model, text, tmp_path):
     """The mix is llama.cpp's; errors are those of the values that the gguf package reads; a stop changes no byte."""
     from gguf import GGUFReader
     from gguf.quants import dequantize
@@ -292,14 +287,14 @@ ENDS = {
 }
 
 
-def fake(folder: Path, text: str, end: str) -> None:
+def fake(folder, text, end):
     """Write a llama_cpp whose quantiser says something and ends."""
     (folder / "llama_cpp").mkdir(parents=True)
     (folder / "llama_cpp" / "__init__.py").write_text(FAKE.replace("TEXT", text).replace("END", end))
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_when_llama_cpp_ends(how: str, of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_llama_cpp_ends(how, of_zeros, tmp_path, monkeypatch):
     """Files in BF16 are kept where a second run may go well, and not where llama.cpp refuses."""
     text, end, message = ENDS[how]
     fake(tmp_path / "lib", text, end)
@@ -311,7 +306,7 @@ def test_when_llama_cpp_ends(how: str, of_zeros: Made, tmp_path: Path, monkeypat
     assert ("kept: run the same command again to go on" in said) == (how != "assertion") == (len(kept) > 1)
 
 
-def test_llama_cpp_ends_with_its_export(tmp_path: Path) -> None:
+def test_llama_cpp_ends_with_its_export(tmp_path):
     """A killed export leaves nothing behind that writes into its directory."""
     fake(tmp_path / "lib", "b''", "open(target, 'w').write(str(os.getpid())); time.sleep(60)")
     code = (
@@ -329,10 +324,10 @@ def test_llama_cpp_ends_with_its_export(tmp_path: Path) -> None:
     wait_for(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-def test_lossy_is_named_and_refused(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lossy_is_named_and_refused(of_zeros, tmp_path, monkeypatch):
     bundle = of_zeros("symmetric")
 
-    def asked(*words: str) -> tuple[int, str, str]:
+    def asked(*words):
         return cli("export", bundle, "-o", tmp_path / "out", "-q", "--lossy", *words)
 
     known = "--lossy IQ1_S: there are Q2_K, Q3_K_S, Q3_K_M, Q3_K_L, Q4_K_S, Q4_K_M, Q5_K_S, Q5_K_M, Q6_K"

@@ -1,11 +1,7 @@
 """`export --to gptq`, read back by moepack's own reader of GPTQ checkpoints and by gptqmodel."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from moepack.export import Wanted, export
 from moepack.pack.reader import open_bundle
 from moepack.pack.safetensors_file import read_header
 
-Made = Callable[[str], Path]
 # gptqmodel changes transformers' classes: it has a process of its own.
 THEIRS = """
 import sys, torch
@@ -43,7 +38,7 @@ print(f"same {same}")
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("zeros", ["integer", "symmetric"])
-def test_our_own_reader_reads_our_values(bits: int, zeros: str, of_zeros: Made, tmp_path: Path) -> None:
+def test_our_own_reader_reads_our_values(bits, zeros, of_zeros, tmp_path):
     """Bit for bit before they are rounded: codes, scales and zero points are the bundle's; dense matrices as well."""
     bundle = open_bundle(of_zeros(zeros))
     made = export(bundle.path, tmp_path / "out", "gptq", Wanted(bits=str(bits), dense="w8"))
@@ -70,12 +65,12 @@ def test_our_own_reader_reads_our_values(bits: int, zeros: str, of_zeros: Made, 
     assert made.versions == {f"w{bits}": 32} and made.dense == ("w8",)
 
 
-def _only(tensors: dict, part: str) -> dict:
+def _only(tensors, part):
     return {n: t for n, t in tensors.items() if part in n}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("gptqmodel") is None, reason="gptqmodel is not installed")
-def test_gptqmodel_reads_our_values(of_zeros: Made, tmp_path: Path) -> None:
+def test_gptqmodel_reads_our_values(of_zeros, tmp_path):
     """Its weights are ours rounded to BF16, at a width a layer; its logits differ from `static` by BF16's rounding."""
     import moepack
 
@@ -93,7 +88,7 @@ def test_gptqmodel_reads_our_values(of_zeros: Made, tmp_path: Path) -> None:
     assert (got - want).norm() / want.norm() < 0.02  # 0.006 to 0.010 measured; weights and sums in BF16: 2**-9 each
 
 
-def test_what_gptq_does_not_hold(of_zeros: Made, tmp_path: Path) -> None:
+def test_what_gptq_does_not_hold(of_zeros, tmp_path):
     words = "export", of_zeros("fractional"), "-o", tmp_path / "out", "--to", "gptq", "-q"
     refused(cli(*words, "--bits", "2"), "--to gptq: w2 is not exported: ", "zero points are not whole codes")
     assert not (tmp_path / "out").exists()

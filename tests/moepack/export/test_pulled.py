@@ -1,16 +1,11 @@
 """`pull --for`: from a stand-in Hub to what another program reads, with no more fetched than that needs."""
 
-from __future__ import annotations
-
 import filecmp
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hostile_edits import signed
-from hub_stand_in import Hub, point, serve
+from hub_stand_in import point, serve
 from support import cli, ok, refused, tree
 
 from moepack.export import Wanted, export
@@ -18,11 +13,9 @@ from moepack.hub import pull_for
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import MANIFEST
 
-Made = Callable[[str], Path]
-
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory: pytest.TempPathFactory, of_zeros: Made) -> Iterator[Hub]:
+def hub(tmp_path_factory, of_zeros):
     """Holds someone/symmetric and someone/fractional."""
     server, hub, address = serve()
     with pytest.MonkeyPatch.context() as patch:
@@ -33,23 +26,23 @@ def hub(tmp_path_factory: pytest.TempPathFactory, of_zeros: Made) -> Iterator[Hu
     server.shutdown()
 
 
-def got(hub: Hub) -> set[str]:
+def got(hub):
     """The layer files that were fetched since the last call, without the folder of the repository."""
     paths = {p.partition("/resolve/")[2].partition("/")[2] for m, p in hub.requests if m == "GET"}
     hub.requests.clear()
     return {p for p in paths if p.startswith(("experts/", "dense/"))}
 
 
-def layers(version: str) -> set[str]:
+def layers(version):
     return {f"experts/{version}/layer-{i:03d}.safetensors" for i in (0, 1)}
 
 
-def same(one: Path, other: Path) -> bool:
+def same(one, other):
     names = sorted(tree(one))
     return names == sorted(tree(other)) and all(filecmp.cmp(one / n, other / n, shallow=False) for n in names)
 
 
-CASES: dict[str, tuple[str, Wanted, str, str]] = {
+CASES = {
     "vllm": ("--bits 2", Wanted("2"), "compressed-tensors", "w2"),
     "transformers": ("--bits 4 --dense w8", Wanted("4", dense="w8"), "checkpoint", "w4"),
     "llama.cpp": ("--bits w4", Wanted("w4"), "gguf", "w4"),
@@ -57,7 +50,7 @@ CASES: dict[str, tuple[str, Wanted, str, str]] = {
 
 
 @pytest.mark.parametrize("program", CASES)
-def test_it_is_the_export_of_the_bundle(program: str, hub: Hub, of_zeros: Made, tmp_path: Path) -> None:
+def test_it_is_the_export_of_the_bundle(program, hub, of_zeros, tmp_path):
     """Byte for byte, and one version of experts and of dense matrices is fetched for it."""
     options, wanted, target, version = CASES[program]
     got(hub)
@@ -73,16 +66,14 @@ def test_it_is_the_export_of_the_bundle(program: str, hub: Hub, of_zeros: Made, 
     assert {p.name for p in tmp_path.iterdir()} == {"out", "plain"}, "the bundle is not kept"
 
 
-def test_transformers_gets_the_checkpoint_by_default(
-    hub: Hub, of_zeros: Made, short_model: Path, tmp_path: Path
-) -> None:
+def test_transformers_gets_the_checkpoint_by_default(hub, of_zeros, short_model, tmp_path):
     got(hub)
     ok(cli("pull", "someone/fractional", "-o", tmp_path / "out", "--for", "transformers", "-q"))
     assert {n for n in got(hub) if n.startswith("experts/")} == layers("bf16")
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (short_model / "model.safetensors").read_bytes()
 
 
-def test_a_size_chooses_a_width_for_each_layer(hub: Hub, of_zeros: Made, tmp_path: Path) -> None:
+def test_a_size_chooses_a_width_for_each_layer(hub, of_zeros, tmp_path):
     """The size is the export's. Of versions that are not chosen the first layer is looked at."""
     small, large = (
         export(of_zeros("symmetric"), tmp_path / "none", "compressed-tensors", Wanted(bits), dry_run=True).bytes
@@ -102,7 +93,7 @@ def test_a_size_chooses_a_width_for_each_layer(hub: Hub, of_zeros: Made, tmp_pat
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
-REFUSALS: dict[str, tuple[str, str, str]] = {
+REFUSALS = {
     "beyond floats": ("symmetric", f"--for vllm --fit {'9' * 400}", "9' is not a number of bytes"),
     "another program": ("symmetric", "--for sglang --bits 4", "--for sglang: there are vllm, transformers, llama.cpp"),
     "no width": ("symmetric", "--for vllm", "say at which width, by --bits or --fit: it has w8, w4, w3, w2"),
@@ -119,7 +110,7 @@ REFUSALS: dict[str, tuple[str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_refusals_are_one_line_and_leave_nothing(case: str, hub: Hub, tmp_path: Path) -> None:
+def test_refusals_are_one_line_and_leave_nothing(case, hub, tmp_path):
     """Before more than the first layer of one version is fetched; in the words that the user used."""
     repo, options, words = REFUSALS[case]
     got(hub)
@@ -130,7 +121,7 @@ def test_refusals_are_one_line_and_leave_nothing(case: str, hub: Hub, tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_is_full_is_refused_before_anything_is_asked(hub: Hub, tmp_path: Path) -> None:
+def test_a_directory_that_is_full_is_refused_before_anything_is_asked(hub, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     hub.requests.clear()
@@ -138,7 +129,7 @@ def test_a_directory_that_is_full_is_refused_before_anything_is_asked(hub: Hub, 
     assert not hub.requests
 
 
-def test_a_hidden_directory_of_another_is_left_alone(hub: Hub, tmp_path: Path) -> None:
+def test_a_hidden_directory_of_another_is_left_alone(hub, tmp_path):
     (tmp_path / ".out.pulled").mkdir()
     (tmp_path / ".out.pulled" / "mine").write_text("x")
     for repo, words in (("symmetric", ".out.pulled: is not empty"), ("none", "no such repository")):
@@ -146,12 +137,10 @@ def test_a_hidden_directory_of_another_is_left_alone(hub: Hub, tmp_path: Path) -
     assert tree(tmp_path) == {".out.pulled/mine": b"x"}
 
 
-def test_a_refusal_of_the_whole_version_removes_what_was_fetched(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_of_the_whole_version_removes_what_was_fetched(hub, tmp_path, monkeypatch):
     """What the first layer did not show: the other one's zero points."""
 
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_, **__):
         raise InputError(f"--to compressed-tensors: {tmp_path / '.out.pulled'}: w4 is not exported")
 
     monkeypatch.setattr("moepack.hub.exported.export", refuse)
@@ -160,7 +149,7 @@ def test_a_refusal_of_the_whole_version_removes_what_was_fetched(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_size_is_not_filled_with_other_versions_than_chosen(hub: Hub, of_zeros: Made, tmp_path: Path) -> None:
+def test_a_size_is_not_filled_with_other_versions_than_chosen(hub, of_zeros, tmp_path):
     """The first layer of w4 has whole zero points alone, the second one has not: that is said, with a way on."""
     files, other = (tree(of_zeros(zeros)) for zeros in ("integer", "fractional"))
     name = "experts/w4/layer-001.safetensors"
@@ -175,17 +164,17 @@ def test_a_size_is_not_filled_with_other_versions_than_chosen(hub: Hub, of_zeros
         assert "name another width by --bits" in answer[2] and list(tmp_path.iterdir()) == []
 
 
-def test_a_stopped_one_goes_on(hub: Hub, tmp_path: Path) -> None:
+def test_a_stopped_one_goes_on(hub, tmp_path):
     """What was fetched is not fetched again."""
-    asked: list[str] = []
+    asked = []
 
-    def cut(method: str, path: str) -> bool:
+    def cut(method, path):
         if method == "GET" and path.endswith("experts/w2/layer-001.safetensors"):
             asked.append(path)
             return True
         return False
 
-    arguments: list[Any] = ["pull", "someone/symmetric", "-o", tmp_path / "out", "--for", "vllm", "--bits", "2", "-q"]
+    arguments = ["pull", "someone/symmetric", "-o", tmp_path / "out", "--for", "vllm", "--bits", "2", "-q"]
     hub.cut = cut
     try:
         refused(cli(*arguments))
@@ -199,12 +188,10 @@ def test_a_stopped_one_goes_on(hub: Hub, tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
-def test_one_that_was_stopped_as_it_exported_may_go_on_as_another(
-    hub: Hub, of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_was_stopped_as_it_exported_may_go_on_as_another(hub, of_zeros, tmp_path, monkeypatch):
     """Nothing of what the first one asked for is in the second one's export."""
 
-    def stop(*_: object, **__: object) -> None:
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -215,7 +202,7 @@ def test_one_that_was_stopped_as_it_exported_may_go_on_as_another(
     assert same(tmp_path / "out", tmp_path / "plain")
 
 
-def test_what_eval_measured_is_on_the_page(hub: Hub, of_zeros: Made, evaluation: Path, tmp_path: Path) -> None:
+def test_what_eval_measured_is_on_the_page(hub, of_zeros, evaluation, tmp_path):
     bundle, measured = of_zeros("fractional"), tmp_path / "w2.json"
     options = ["--policy", "static:w2", "--kl", "-d", evaluation, "--length", "32", "--samples", "2", "--json", "-q"]
     measured.write_text(ok(cli("eval", bundle, *options)))

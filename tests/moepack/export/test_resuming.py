@@ -1,15 +1,11 @@
 """An export that was stopped: what is whole is kept, and the next one ends in the bytes of an export in one go."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
 import signal
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +23,7 @@ from moepack.pack.errors import BundleError, TargetError
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.writer import hold
 
-Made = Callable[[str], Path]
-CASES: dict[str, tuple[str, Wanted]] = {
+CASES = {
     "checkpoint": ("checkpoint", Wanted("w3", dense="w8", shard="700kB")),
     "compressed-tensors": ("compressed-tensors", Wanted("2", dense="w4", shard="100kB")),
     "gptq": ("gptq", Wanted("3", shard="200kB")),
@@ -36,13 +31,13 @@ CASES: dict[str, tuple[str, Wanted]] = {
 }
 
 
-def stop(kind: type[BaseException] | None, at: int, name: str = "finish") -> Callable[[pytest.MonkeyPatch], None]:
+def stop(kind, at, name="finish"):
     """Ends an export by an exception, or by SIGKILL, after so many calls of a function of its directory."""
 
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def patch(monkeypatch):
         seen = iter(range(1000))
 
-        def end(*_: object) -> None:
+        def end(*_):
             if next(seen) == at:
                 if kind is None:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -54,12 +49,12 @@ def stop(kind: type[BaseException] | None, at: int, name: str = "finish") -> Cal
     return patch
 
 
-def stopped(bundle: Path, out: Path, target: str, wanted: Wanted, at: int, kind: type[BaseException] | None) -> str:
+def stopped(bundle, out, target, wanted, at, kind):
     """Run an export that ends after so many files; what it says."""
     with pytest.MonkeyPatch.context() as patch:
         if kind is None:
 
-            def killed() -> None:
+            def killed():
                 torch.set_num_threads(1)  # a forked child has none of its parent's threads, and would wait for them
                 stop(None, at)(patch)
                 export(bundle, out, target, wanted)
@@ -73,21 +68,21 @@ def stopped(bundle: Path, out: Path, target: str, wanted: Wanted, at: int, kind:
     return str(caught.value) if kind is OSError else " ".join(notes.notes)
 
 
-def kept(out: Path) -> dict[str, tuple[int, int]]:
+def kept(out):
     """The files of the working directory: inodes and times."""
     folder = out.with_name(f".{out.name}.exporting") / "files"
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.iterdir()} if folder.is_dir() else {}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_goes_on_and_ends_in_the_same_bytes(case: str, of_zeros: Made, tmp_path: Path) -> None:
+def test_it_goes_on_and_ends_in_the_same_bytes(case, of_zeros, tmp_path):
     """After a kill, a full disk and Ctrl-C in turn; a file that is whole is not written again, and no more is read."""
     target, wanted = CASES[case]
     bundle, out = of_zeros("symmetric"), tmp_path / "out"
     made = export(bundle, tmp_path / "whole", target, wanted)
     whole = tree(tmp_path / "whole")
     assert len(made.files) > 3 and all(name in whole for name in made.files)
-    before: dict[str, tuple[int, int]] = {}
+    before = {}
     for at, kind in enumerate((None, OSError, KeyboardInterrupt)):
         said = stopped(bundle, out, target, wanted, 1, kind)
         now = kept(out)
@@ -97,7 +92,7 @@ def test_it_goes_on_and_ends_in_the_same_bytes(case: str, of_zeros: Made, tmp_pa
             assert said.endswith("kept: run the same command again to go on")
         before = {name: now[name] for name in json.loads(record(out).read_text())["files"] for name in [name[6:]]}
         assert not out.exists() and len(before) == at + 1
-    read: list[Any] = []
+    read = []
     notes = Notes()
     with pytest.MonkeyPatch.context() as patch:
         spy(patch, Values, "of_expert", lambda *of: read.append(of))
@@ -109,16 +104,16 @@ def test_it_goes_on_and_ends_in_the_same_bytes(case: str, of_zeros: Made, tmp_pa
     assert {p.name for p in tmp_path.iterdir()} == {"out", "whole"}
 
 
-def record(out: Path) -> Path:
+def record(out):
     return out.with_name(f".{out.name}.exporting") / "record.json"
 
 
-def test_the_released_checkpoint_goes_on(of_zeros: Made, short_model: Path, tmp_path: Path) -> None:
+def test_the_released_checkpoint_goes_on(of_zeros, short_model, tmp_path):
     """One file, which a full disk leaves nothing of; a file that was whole is taken."""
     bundle, out = of_zeros("fractional"), tmp_path / "out"
-    seen: list[str] = []
+    seen = []
 
-    def full(file: FilledFile, name: str, *_: object) -> None:
+    def full(file, name, *_):
         seen.append(name)
         if len(seen) == 40:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -137,7 +132,7 @@ def test_the_released_checkpoint_goes_on(of_zeros: Made, short_model: Path, tmp_
 
 
 @pytest.mark.parametrize("how", ["damaged", "short", "gone", "record"])
-def test_what_is_damaged_is_not_taken(how: str, of_zeros: Made, tmp_path: Path) -> None:
+def test_what_is_damaged_is_not_taken(how, of_zeros, tmp_path):
     target, wanted = CASES["gguf"]
     bundle, out = of_zeros("symmetric"), tmp_path / "out"
     stopped(bundle, out, target, wanted, 2, None)
@@ -161,7 +156,7 @@ def test_what_is_damaged_is_not_taken(how: str, of_zeros: Made, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("of", ["folder", "file"])
-def test_what_lies_elsewhere_is_not_taken(of: str, of_zeros: Made, tmp_path: Path) -> None:
+def test_what_lies_elsewhere_is_not_taken(of, of_zeros, tmp_path):
     """By a link to a whole file or to its folder: the output has files of its own."""
     target, wanted = CASES["gguf"]
     bundle, out = of_zeros("symmetric"), tmp_path / "out"
@@ -176,9 +171,7 @@ def test_what_lies_elsewhere_is_not_taken(of: str, of_zeros: Made, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
-def test_a_stop_while_digests_are_checked(
-    kind: type[BaseException], of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_while_digests_are_checked(kind, of_zeros, tmp_path, monkeypatch):
     """It keeps what is there and holds no lock: the same process may go on."""
     target, wanted = CASES["gguf"]
     bundle, out = of_zeros("symmetric"), tmp_path / "out"
@@ -200,15 +193,13 @@ def test_a_stop_while_digests_are_checked(
 
 
 @pytest.mark.parametrize(("call", "kind"), [("rmdir", OSError), ("sync", OSError), ("sync", KeyboardInterrupt)])
-def test_what_fails_once_the_output_is_there(
-    call: str, kind: type[BaseException], of_zeros: Made, tmp_path: Path
-) -> None:
+def test_what_fails_once_the_output_is_there(call, kind, of_zeros, tmp_path):
     """As on NFS, where a folder keeps the name of a removed lock until that is closed: the export has ended well."""
     bundle, out, notes = of_zeros("symmetric"), tmp_path / "out", Notes()
     own, at = (Path, ".out.exporting") if call == "rmdir" else (work, tmp_path.name)
-    real, seen = getattr(own, call), list[Path]()
+    real, seen = getattr(own, call), []
 
-    def fails(path: Path) -> None:
+    def fails(path):
         if path.name == at and not seen:
             seen.append(path)
             raise kind(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
@@ -224,10 +215,10 @@ def test_what_fails_once_the_output_is_there(
     assert notes.notes == [] and seen and {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
-def test_a_directory_that_is_removed_as_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, real, seen = tmp_path / "folder", os.open, list[Path]()
+def test_a_directory_that_is_removed_as_it_is_taken(tmp_path, monkeypatch):
+    folder, real, seen = tmp_path / "folder", os.open, []
 
-    def late(path: Path, *how: Any) -> int:
+    def late(path, *how):
         if not seen:
             seen.append(path)
             folder.rmdir()
@@ -239,9 +230,7 @@ def test_a_directory_that_is_removed_as_it_is_taken(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("library", ["transformers", "llama-cpp-python"])
-def test_other_libraries_begin_anew(
-    library: str, of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_libraries_begin_anew(library, of_zeros, tmp_path, monkeypatch):
     """Of which a checkpoint's names and order are, and what llama.cpp makes."""
     bundle = open_bundle(of_zeros("symmetric"))
     form = target_of("checkpoint") if library == "transformers" else lossy.target("Q6_K")
@@ -251,7 +240,7 @@ def test_other_libraries_begin_anew(
     assert made_for(job, form) != before
 
 
-def test_a_tensor_of_no_bytes(tmp_path: Path) -> None:
+def test_a_tensor_of_no_bytes(tmp_path):
     file = FilledFile(tmp_path / "file", b"head", {"none": 0, "some": 1})
     file.put("none", np.zeros(0, np.uint8))
     assert not file.whole
@@ -261,7 +250,7 @@ def test_a_tensor_of_no_bytes(tmp_path: Path) -> None:
     assert file.whole and (tmp_path / "file").read_bytes() == b"head\x01"
 
 
-def test_another_export_begins_anew(of_zeros: Made, tmp_path: Path) -> None:
+def test_another_export_begins_anew(of_zeros, tmp_path):
     """Of other options, or of another bundle; a refusal before it begins leaves what is there."""
     bundle, out = of_zeros("symmetric"), tmp_path / "out"
     target, wanted = CASES["gguf"]
@@ -283,12 +272,12 @@ def test_another_export_begins_anew(of_zeros: Made, tmp_path: Path) -> None:
             path.rmdir()
 
 
-def test_a_damaged_bundle_leaves_what_is_whole(of_zeros: Made, tmp_path: Path) -> None:
+def test_a_damaged_bundle_leaves_what_is_whole(of_zeros, tmp_path):
     """It may be fetched again, and the export goes on."""
     bundle, out, target, wanted = of_zeros("symmetric"), tmp_path / "out", *CASES["gguf"]
     notes, extent = Notes(), Bundle.expert
 
-    def bad(self: Bundle, version: str, layer: int, expert: int) -> Any:
+    def bad(self, version, layer, expert):
         if layer == 1 and expert == 3:
             raise BundleError.single("layer 1", "digest", "damaged")
         return extent(self, version, layer, expert)
@@ -309,7 +298,7 @@ RECORDS = {
 
 
 @pytest.mark.parametrize("how", RECORDS)
-def test_a_record_that_is_none(how: str, tmp_path: Path) -> None:
+def test_a_record_that_is_none(how, tmp_path):
     """Nothing is taken by it, and nothing elsewhere touched."""
     out, notes = tmp_path / "out", Notes()
     (tmp_path / "theirs").write_text("x")
@@ -325,7 +314,7 @@ def test_a_record_that_is_none(how: str, tmp_path: Path) -> None:
     assert tree(tmp_path) == {"out/other": b"", "theirs": b"x"}
 
 
-def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link(tmp_path):
     (tmp_path / ".out.exporting").mkdir()
     (tmp_path / ".out.exporting" / "lock").symlink_to(tmp_path / "theirs")
     with pytest.raises(TargetError, match="cannot be written"), working(tmp_path / "out", {}, 0, Notes()):
@@ -333,7 +322,7 @@ def test_a_lock_that_is_a_link(tmp_path: Path) -> None:
     assert not (tmp_path / "theirs").exists()
 
 
-def test_whose_directory_it_is(of_zeros: Made, tmp_path: Path) -> None:
+def test_whose_directory_it_is(of_zeros, tmp_path):
     """Another's is left alone, a link is not followed, and two exports do not meet."""
     bundle, out, hidden = of_zeros("symmetric"), tmp_path / "out", tmp_path / ".out.exporting"
     hidden.mkdir()
@@ -345,7 +334,7 @@ def test_whose_directory_it_is(of_zeros: Made, tmp_path: Path) -> None:
     refused(cli("export", bundle, "-o", out, "--bits", "4", "-q"), f"{hidden}: is no export's")
     hidden.unlink()
     with pytest.MonkeyPatch.context() as patch:
-        said: list[tuple[int, str, str]] = []
+        said = []
         second = ("export", bundle, "-o", out, "--bits", "2", "-q")
         spy(patch, ExportDirectory, "finish", lambda *_: said or said.append(cli(*second)))
         export(bundle, out, wanted=Wanted("4"))
@@ -353,7 +342,7 @@ def test_whose_directory_it_is(of_zeros: Made, tmp_path: Path) -> None:
     assert not hidden.exists()
 
 
-def test_no_room(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room(of_zeros, tmp_path, monkeypatch):
     """It is refused before anything is written."""
     bundle = of_zeros("symmetric")
     needed = export(bundle, tmp_path / "out", wanted=Wanted("4"), dry_run=True).bytes
@@ -365,10 +354,10 @@ def test_no_room(of_zeros: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_behind_reaches_every_caller() -> None:
+def test_an_error_behind_reaches_every_caller():
     """None waits for room that calls before it did not give back."""
 
-    def fails() -> None:
+    def fails():
         raise OSError("disk full")
 
     workers = Workers(1, 2)

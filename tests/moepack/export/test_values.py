@@ -1,7 +1,5 @@
 """What writers take of a matrix: weights of every affine width, made piece by piece, are the rounded reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -16,7 +14,7 @@ from moepack.pack.values import Expert
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("cols", [1024, 1000])  # whole groups, and a last one that is cut
 @pytest.mark.parametrize("rotated", [False, True])
-def test_weights_are_the_rounded_reference(bits: int, cols: int, rotated: bool) -> None:
+def test_weights_are_the_rounded_reference(bits, cols, rotated):
     """A matrix of more rows than a piece, and no whole blocks of them."""
     version = Version.of(f"w{bits}", 64)
     version = replace(version, rotation=Rotation(64 if cols == 1024 else 8)) if rotated else version
@@ -29,7 +27,7 @@ def test_weights_are_the_rounded_reference(bits: int, cols: int, rotated: bool) 
 
 
 @pytest.mark.parametrize("bits", [4, 3, 1])
-def test_scales_of_a_byte_leave_as_bf16(bits: int) -> None:
+def test_scales_of_a_byte_leave_as_bf16(bits):
     version = Version.of(f"w{bits}", 64, scale_bits=8)
     matrices = (Matrix("gate_up", 6, 200), Matrix("down", 70, 128))
     values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]

@@ -1,12 +1,8 @@
 """Versions added to a bundle: the bytes of a build with all of them, nothing made twice, one bundle at every moment."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import HELPERS, Notes, cli, ok, python, refused, spy, tree
@@ -15,7 +11,6 @@ from tiny_models import save_tiny
 import moepack
 from moepack.pack import writer
 from moepack.pack.errors import InputError, TargetError
-from moepack.pack.spec import Version
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.add import add
 from moepack.pipeline.executors import local
@@ -26,7 +21,7 @@ BASE = "calibration: {samples: 12, length: 64, batch_size: 6}\n"
 RTN = f"versions: [bf16, w4]  # the first two\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
 
 
-def rebuilt(bundle: Path, model: Path, text: Path, out: Path) -> dict[str, bytes]:
+def rebuilt(bundle, model, text, out):
     """A build of a bundle's recipe, from the beginning."""
     recipe = moepack.open(bundle).manifest.provenance["recipe"]
     assert isinstance(recipe, str)
@@ -34,13 +29,13 @@ def rebuilt(bundle: Path, model: Path, text: Path, out: Path) -> dict[str, bytes
     return tree(out)
 
 
-def groups(versions: Sequence[Version]) -> list[str]:
+def groups(versions):
     """Versions' names and group sizes."""
     return [f"{v.name} {v.group_size}" for v in versions]
 
 
 @pytest.fixture(scope="module")
-def kept(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(short_model, text, tmp_path_factory):
     """A bundle and the work directory that it was built in; read only."""
     root = tmp_path_factory.mktemp("kept")
     pipeline.build(short_model, root / "b", parse_recipe(RTN, "x"), [text], work=root / "w", keep=True)
@@ -48,27 +43,25 @@ def kept(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def mine(kept: Path, tmp_path: Path) -> Path:
+def mine(kept, tmp_path):
     """Copies to change."""
     return Path(shutil.copytree(kept, tmp_path / "mine"))
 
 
-def versions_of(make: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def versions_of(make, monkeypatch):
     """The versions that a function of the executors makes pieces in, from now on."""
-    names: list[str] = []
+    names = []
     spy(monkeypatch, local, make, lambda task, *_: names.extend(v.name for v in task.versions))
     return names
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def made(monkeypatch):
     """The versions that expert batches are made in."""
     return versions_of("make_expert_batch", monkeypatch)
 
 
-def test_added_versions_are_those_of_one_build(
-    mine: Path, short_model: Path, text: Path, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_added_versions_are_those_of_one_build(mine, short_model, text, tmp_path, made, monkeypatch):
     from moepack.calibrate.forward import CalibrationPass
 
     before = tree(mine / "b")
@@ -94,9 +87,7 @@ def test_added_versions_are_those_of_one_build(
     assert tree(mine / "b") == rebuilt(mine / "b", short_model, text, tmp_path / "fresh")
 
 
-def test_versions_of_dense_matrices(
-    short_model: Path, text: Path, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_versions_of_dense_matrices(short_model, text, tmp_path, made, monkeypatch):
     """Nothing of the experts is made or asked for, but where these are added to as well; the map takes them in. In the
     end codes, losses, their errors and the map are bit for bit those of a build in which all widths share a pass."""
     recipe = f"versions: [w4, w3]\ndense: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
@@ -132,7 +123,7 @@ def test_versions_of_dense_matrices(
     assert tree(tmp_path / "s") == rebuilt(tmp_path / "s", model, text, tmp_path / "once more")
 
 
-def test_dense_matrices_that_had_none(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_dense_matrices_that_had_none(short_model, text, tmp_path):
     """A bundle without, of a calibration that saw them; of one that did not, adding is refused."""
     plain = f"versions: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
     pipeline.calibrate(short_model, tmp_path / "w", parse_recipe(f"{plain}dense: [w8]\n", "x"), [text])
@@ -153,9 +144,7 @@ def test_dense_matrices_that_had_none(short_model: Path, text: Path, tmp_path: P
         assert (tree(tmp_path / "c"), tree(tmp_path / "v")) == before
 
 
-def test_a_model_without_such_matrices(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_without_such_matrices(short_model, text, tmp_path, monkeypatch):
     """Its recipe may ask for them: it stays as it is, and adding to them is refused."""
     monkeypatch.setattr("moepack.calibrate.dense.dense_matrices", lambda stream: [])
     recipe = f"versions: [w4]\ndense: [w8]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
@@ -171,7 +160,7 @@ def test_a_model_without_such_matrices(
             add(tmp_path / "b", tmp_path / "w", [], dense=["w3"], memory=memory)
 
 
-def test_onto_a_calibrated_work_directory(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_onto_a_calibrated_work_directory(short_model, text, tmp_path):
     """Stages, and no bundle yet: one is made of what is there and what is added, quantised before or not."""
     pipeline.calibrate(short_model, tmp_path / "w", parse_recipe(RTN, "x"), [text])
     add(tmp_path / "a", tmp_path / "w", ["w2"])
@@ -185,7 +174,7 @@ def test_onto_a_calibrated_work_directory(short_model: Path, text: Path, tmp_pat
     assert not list((tmp_path / "w").glob("add-*")), "what was added follows from what is thrown away"
 
 
-def test_other_files_and_an_edited_card_stay(mine: Path) -> None:
+def test_other_files_and_an_edited_card_stay(mine):
     bundle = mine / "b"
     (bundle / "notes").mkdir()
     (bundle / "notes" / "mine.txt").write_text("mine")
@@ -201,7 +190,7 @@ def test_other_files_and_an_edited_card_stay(mine: Path) -> None:
     assert (bundle / "README.md").read_text() == "edited" and not moepack.open(bundle).verify()
 
 
-def test_a_shrunk_bundle_gets_back_what_it_had(mine: Path, made: list[str]) -> None:
+def test_a_shrunk_bundle_gets_back_what_it_had(mine, made):
     shrink(mine / "b", mine / "small", ["w4"])
     add(mine / "small", mine / "w", ["bf16"])
     assert not made and [v.name for v in moepack.open(mine / "small").versions] == ["bf16", "w4"]
@@ -209,10 +198,10 @@ def test_a_shrunk_bundle_gets_back_what_it_had(mine: Path, made: list[str]) -> N
     assert set(add(mine / "less", mine / "w", ["w4"]).methods) == {"w4"}
 
 
-def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(mine, short_model, text, tmp_path, monkeypatch):
     before = tree(mine / "b")
 
-    def not_added(word: str, names: Sequence[str] = ("w2",), sizes: Any = None, **more: Any) -> None:
+    def not_added(word, names=("w2",), sizes=None, **more):
         with pytest.raises((InputError, TargetError), match=word) as caught:
             add(more.pop("output", mine / "b"), more.pop("work", mine / "w"), names, sizes, **more)
         assert "\n" not in str(caught.value) and tree(mine / "b") == before
@@ -234,7 +223,7 @@ def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, mon
     with pytest.raises(InputError, match="layer 0: what its experts saw was not kept"):
         add(tmp_path / "c", tmp_path / "v", ["w2"])
 
-    def unable(*_: Any) -> None:
+    def unable(*_):
         raise OSError(22, "Invalid argument")
 
     with monkeypatch.context() as patch:
@@ -248,7 +237,7 @@ def test_refusals(mine: Path, short_model: Path, text: Path, tmp_path: Path, mon
     assert tree(mine) == added
 
 
-def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_work_directory_that_was_quantised_again(short_model, text, tmp_path):
     """What it has now is of another recipe than the bundle's, whose versions would be replaced by it."""
     recipe = f"versions: [w4]\ndense: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
     bundle, work = tmp_path / "b", tmp_path / "w"
@@ -265,7 +254,7 @@ def test_a_work_directory_that_was_quantised_again(short_model: Path, text: Path
     assert add(bundle, work, [], dense=["w8"]).dense == ("bf16", "w8", "w4")
 
 
-def test_a_work_directory_that_was_calibrated_again(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_work_directory_that_was_calibrated_again(short_model, text, tmp_path):
     """On the same tokens by the same recipe for quantising, but in another dtype: its versions are others."""
     recipe = f"versions: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
     bundle, work, model = tmp_path / "b", tmp_path / "w", save_tiny("qwen3_moe", tmp_path / "model", short_model)
@@ -278,10 +267,10 @@ def test_a_work_directory_that_was_calibrated_again(short_model: Path, text: Pat
     assert tree(bundle) == before
 
 
-def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_it_is_written_leaves_the_old_one(mine, monkeypatch):
     before = tree(mine / "b")
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -295,14 +284,14 @@ def test_an_error_while_it_is_written_leaves_the_old_one(mine: Path, monkeypatch
     assert sorted(p.name for p in mine.iterdir()) == ["b", "w"], "what a stopped one left is gone"
 
 
-def test_killed_at_every_step(kept: Path, tmp_path: Path) -> None:
+def test_killed_at_every_step(kept, tmp_path):
     """At any moment the directory is the old bundle or the new one; run again, it is the new one and nothing else."""
     said = python(HELPERS / "kill_while_adding.py", kept, tmp_path)
     old, new = (int(n) for n in said.split()[-2:])
     assert old >= 8 and new >= 4, said
 
 
-def test_on_the_command_line(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_on_the_command_line(short_model, text, tmp_path):
     (tmp_path / "r.yaml").write_text(RTN)
     common, work = ("build", short_model, "-o", tmp_path / "b", "-q"), ("--work", tmp_path / "w")
     ok(cli(*common, *work, "--recipe", tmp_path / "r.yaml", "-c", text, "--keep"))

@@ -1,15 +1,10 @@
 """A build's bound on memory: kept, or refused with the least; no bit of a bundle depends on where things lie."""
 
-from __future__ import annotations
-
 import json
 import re
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -43,20 +38,20 @@ NEEDS = BuildNeeds(
 
 
 @pytest.fixture(scope="module")
-def measured(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def measured(demo_model, text, tmp_path_factory):
     """What processes of their own took."""
     out = tmp_path_factory.mktemp("measured")
     python(HELPERS / "peak_memory.py", demo_model, text, out)
     return {name: json.loads((out / f"{name}.json").read_text()) for name in ("build", "parts")}
 
 
-def test_a_build_stays_in_the_least_that_it_asks_for(measured: dict[str, Any]) -> None:
+def test_a_build_stays_in_the_least_that_it_asks_for(measured):
     """And takes most of it (1.27 measured): a peak that is not seen would be far below."""
     kept = measured["build"]
     assert kept["peak"] <= kept["bound"] <= 1.3 * kept["peak"]
 
 
-def test_activations_in_a_file_are_not_in_memory_and_what_a_piece_takes_is_said(measured: dict[str, Any]) -> None:
+def test_activations_in_a_file_are_not_in_memory_and_what_a_piece_takes_is_said(measured):
     found = measured["parts"]
     assert found["disk"]["growth"] < 2 * MAPPED < found["memory"]["bytes"] < found["memory"]["growth"] + MIB
     assert found["files"]["left"] == 0, "the file has no name: nothing is left of a process that is killed"
@@ -64,7 +59,7 @@ def test_activations_in_a_file_are_not_in_memory_and_what_a_piece_takes_is_said(
         assert 0.5 * piece["said"] < piece["took"] < piece["said"]
 
 
-def test_what_goes_to_disk_first_and_the_least() -> None:
+def test_what_goes_to_disk_first_and_the_least():
     """By hand, in MiB: reading takes 100 + 400 + 300; calibrating 100 + 810 + 100 + 4 * 50; quantising, with 150 for
     its batch, less."""
     assert {step: sum(parts.values()) // MIB for step, parts in steps(NEEDS, MemoryPlan(4)).items()} == {
@@ -91,7 +86,7 @@ def test_what_goes_to_disk_first_and_the_least() -> None:
     assert [sum(parts.values()) // MIB for parts in dense.values()] == [800, 500, 1280, 1380]
 
 
-def test_experts_go_to_disk_before_batches_shrink() -> None:
+def test_experts_go_to_disk_before_batches_shrink():
     """By hand, in MiB: a layer of 2,000 is read in 2,300 beside 100 and what is mapped. With its experts on disk
     calibrating takes 100 + 10 + 120 and 50 a window, quantising 100 + 10 + 120 + 150 + 30, beside twice that."""
     large = replace(NEEDS, loading=2300 * MIB, layer=2000 * MIB, waiting=2000 * MIB, batches=((2, 150 * MIB),))
@@ -117,7 +112,7 @@ def test_experts_go_to_disk_before_batches_shrink() -> None:
     assert place(useless, 4, (409 + 2 * on_disk) * MIB) == MemoryPlan(3, True, True, 1, 1)
 
 
-def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch):
     """Four windows of 50 MiB take 0.6 times as much more; nothing else is changed for it."""
     monkeypatch.setattr(bound, "available_memory", lambda: 1 << 40)
     step, least = peak(NEEDS, place(NEEDS, 4, None))
@@ -128,11 +123,9 @@ def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch: pyt
     assert not place(replace(NEEDS, window=0), 4, None).reuse
 
 
-def test_a_build_reuses_memory_where_that_fits(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_reuses_memory_where_that_fits(short_model, text, tmp_path, monkeypatch):
     """In each layer."""
-    entered: list[str] = []
+    entered = []
     monkeypatch.setattr("moepack.pipeline.run.reusing", lambda: nullcontext(entered.append("")))
     recipe = "calibration: {samples: 4, length: 64, batch_size: 2}"
     for available, times in ((1 << 40, 2), (0, 0)):
@@ -142,7 +135,7 @@ def test_a_build_reuses_memory_where_that_fits(
         assert len(entered) == times
 
 
-def test_experts_that_are_read_with_dense_tensors_count(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_are_read_with_dense_tensors_count(demo_model, monkeypatch):
     """Dense versions alone need no expert, where the checkpoint's layout lets dense tensors be read without."""
     monkeypatch.setattr(skeleton, "AT_ONCE", 1)
     model, recipe = StreamedModel(open_checkpoint(demo_model)), replace(RECIPE, versions=(), dense=("w8",))
@@ -157,7 +150,7 @@ def test_experts_that_are_read_with_dense_tensors_count(demo_model: Path, monkey
 
 @settings(deadline=None)  # a search through a hundred placements
 @given(st.lists(st.integers(0, 900), min_size=8, max_size=8), st.integers(1, 3), st.integers(1, 9))
-def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int) -> None:
+def test_more_memory_is_never_worse(sizes, at_once, windows):
     """No bound leaves room for fewer windows than a smaller one, and what is named as the least is kept."""
     loading, layer, hidden, seen, window, batch, layer_on_disk, mapped_batch = (size * MIB for size in sizes)
     needs = replace(
@@ -168,7 +161,6 @@ def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int
     with pytest.raises(InputError) as caught:
         place(needs, windows, 1)
     found = re.search(r"the least is (\d+)MiB", str(caught.value))
-    assert found is not None
     least, before = int(found.group(1)), 0
     for bound_mib in range(least, least + 6000, 150):
         how = place(needs, windows, bound_mib * MIB)
@@ -179,26 +171,24 @@ def test_more_memory_is_never_worse(sizes: list[int], at_once: int, windows: int
         place(needs, windows, (least - 1) * MIB)
 
 
-def test_what_is_converted_counts_only_where_it_is(demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_converted_counts_only_where_it_is(demo_model, monkeypatch):
     """In float32 a layer takes its BF16 and twice that while windows go through it; as it waits to be quantised, and in
     a later run that only quantises, its BF16."""
     recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, dtype="float32"))
-    asked: list[BuildNeeds] = []
+    asked = []
     monkeypatch.setattr(start, "place", lambda needs, size, memory: (asked.append(needs), MemoryPlan(size))[1])
     model = StreamedModel(open_checkpoint(demo_model))
     for walks in (True, False):
-        directory: Any = SimpleNamespace(settings=dict, holds=lambda stage: False)
+        directory = SimpleNamespace(settings=dict, holds=lambda stage: False)
         start._fit(directory, model, recipe, {}, 1, 4, 64, walks=walks)
     layer, outside = model.part_bytes(0), model.part_bytes(None)
     found = [(n.outside, n.layer, n.waiting) for n in asked]
     assert found == [(3 * outside, 3 * layer, layer), (0, layer, layer)]
 
 
-def test_bytes_do_not_depend_on_where_activations_lie(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_do_not_depend_on_where_activations_lie(short_model, text, tmp_path, monkeypatch):
     pipeline.build(short_model, tmp_path / "memory", RECIPE, [text])
-    pieces: list[bool] = []
+    pieces = []
     monkeypatch.setattr(start, "place", lambda needs, size, memory: MemoryPlan(size, True, True, experts_on_disk=True))
     monkeypatch.setattr(skeleton, "AT_ONCE", 1 << 18)  # bytes: a third of a layer
     monkeypatch.setattr(products, "release", lambda tensor: (pieces.append(is_mapped(tensor)), release(tensor)))
@@ -211,16 +201,14 @@ def test_bytes_do_not_depend_on_where_activations_lie(
     assert tree(tmp_path / "memory") == tree(tmp_path / "staged")
 
 
-def test_smaller_batches_are_a_setting_of_the_work_directory(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smaller_batches_are_a_setting_of_the_work_directory(short_model, text, tmp_path, monkeypatch):
     """A later run with more memory or without a bound goes on with them, to the same bytes; one whose recipe has
     another number of windows and no bound is refused by the name of the setting."""
     monkeypatch.setattr(start, "place", lambda needs, size, memory: MemoryPlan(1 if memory == 1 else size))
     work, mark = tmp_path / "work", WorkDirectory.mark
     pipeline.build(short_model, tmp_path / "undisturbed", RECIPE, [text], memory=1)
 
-    def killed(self: WorkDirectory, stage: str, layer: int | None, note: Mapping[str, Any]) -> None:
+    def killed(self, stage, layer, note):
         mark(self, stage, layer, note)
         if (stage, layer) == ("calibrate", 1):
             raise KeyboardInterrupt
@@ -241,34 +229,31 @@ def test_smaller_batches_are_a_setting_of_the_work_directory(
         pipeline.build(short_model, tmp_path / "less", RECIPE, [text], work=work, memory=1)
 
 
-def test_what_cannot_be_kept_is_refused_before_any_work(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_refused_before_any_work(demo_model, text, tmp_path):
     arguments = ("build", demo_model, "-o", tmp_path / "b", "-c", text, "--memory", "64MiB", "-q")
     for more in ((), ("--dry-run",), ("--work", tmp_path / "work")):
         refused(cli(*arguments, *more), "--memory 64MiB cannot be kept: the least is ")
         assert not (tmp_path / "b").exists() and not (tmp_path / "work" / "calibrate").exists()
 
 
-def test_the_dry_run_says_the_numbers_of_the_bound(
-    demo_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dry_run_says_the_numbers_of_the_bound(demo_model, text, tmp_path, monkeypatch):
     monkeypatch.setattr("moepack.pipeline.needs.resident_memory", lambda: 1000 * MIB)
     free = estimate(demo_model, tmp_path / "b", RECIPE, [text])
     with pytest.raises(InputError) as caught:
         estimate(demo_model, tmp_path / "b", RECIPE, [text], memory=1)
     found = re.search(r"the least is (\d+)MiB", str(caught.value))
-    assert found is not None
     least = int(found.group(1)) * MIB
     tight = estimate(demo_model, tmp_path / "b", RECIPE, [text], memory=least)
     assert sum(tight.memory.values()) <= least <= sum(free.memory.values()) + MIB
     assert free.batch_size == 2 and free.on_disk == ""
 
 
-def test_a_full_disk_is_an_error_of_the_target(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_of_the_target(tmp_path):
     with pytest.raises(TargetError, match="memory"):
         empty((1 << 46,), torch.bfloat16, tmp_path)
 
 
-def test_kept_tensors_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_tensors_read_back(tmp_path, monkeypatch):
     """Of every dtype, written in parts, mapped ones among them, and read in place."""
     monkeypatch.setattr(artifacts, "_WRITTEN", 7)
     wanted = {
@@ -288,7 +273,7 @@ def test_kept_tensors_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(read, wanted["c"])
 
 
-def test_statistics_are_those_of_all_windows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_are_those_of_all_windows_at_once(monkeypatch):
     g = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(8, generator=g)[:3] for _ in range(6 * 16)]).to(torch.int32)
     seen = Observation(torch.zeros(96, 4), chosen, torch.rand(96, 3, generator=g), 16)

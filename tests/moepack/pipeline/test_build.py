@@ -1,7 +1,5 @@
 """The pipeline: stages and one pass give the same bytes, settings are not mixed, and dry runs leave nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -10,10 +8,8 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import RTN, Notes, cli, refused, spy, tree
@@ -29,9 +25,7 @@ from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
 
-def test_stages_write_the_same_bytes_as_one_pass(
-    short_model: Path, text: Path, tmp_path: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_write_the_same_bytes_as_one_pass(short_model, text, tmp_path, whole, monkeypatch):
     """A build on their work directory too, which calibrates nothing again."""
     recipe = parse_recipe(RTN, "test")
     pipeline.calibrate(short_model, tmp_path / "work", recipe, [text])
@@ -46,7 +40,7 @@ def test_stages_write_the_same_bytes_as_one_pass(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["resumed", "staged", "work"]
 
 
-def test_a_recipe_made_in_python_is_kept_as_it_is(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_recipe_made_in_python_is_kept_as_it_is(short_model, text, tmp_path):
     """By every stage: one without a text, and one whose text says something else."""
     said = "versions: [bf16, w4]\nquantize: {method: rtn, loss_tokens: 64}\n"
     said += "calibration: {samples: 4, length: 64, batch_size: 2}\nallocation: {average_bits: 6, weight: gates}"
@@ -62,7 +56,7 @@ def test_a_recipe_made_in_python_is_kept_as_it_is(short_model: Path, text: Path,
         assert found.allocation is not None
 
 
-def test_changed_settings_are_refused_by_name(short_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_changed_settings_are_refused_by_name(short_model, text, evaluation, tmp_path):
     work = tmp_path / "work"
     pipeline.calibrate(short_model, work, parse_recipe(RTN, "test"), [text])
     pipeline.quantize(work)
@@ -81,7 +75,7 @@ def test_changed_settings_are_refused_by_name(short_model: Path, text: Path, eva
     assert inspect(tmp_path / "b")["methods"]["w2"] == {"hqq": 32}
 
 
-def test_two_builds_in_one_work_directory(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_two_builds_in_one_work_directory(short_model, text, tmp_path):
     from moepack.pipeline.work import WorkDirectory
 
     first, other = WorkDirectory(tmp_path / "work"), WorkDirectory(tmp_path / ".b.work-used")
@@ -96,7 +90,7 @@ def test_two_builds_in_one_work_directory(short_model: Path, text: Path, tmp_pat
     other.close()
 
 
-def test_quantised_by_another_recipe_than_calibrated(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_quantised_by_another_recipe_than_calibrated(short_model, text, tmp_path):
     """Nothing is quantised yet, so nothing is mixed; the bundle tells of the recipe that made it."""
     from moepack.pipeline.add import add
 
@@ -115,7 +109,7 @@ def test_quantised_by_another_recipe_than_calibrated(short_model: Path, text: Pa
         pipeline.quantize(work)
 
 
-def test_calibration_of_another_recipe_is_not_gone_by(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_calibration_of_another_recipe_is_not_gone_by(short_model, text, tmp_path):
     """Nor told of in the bundle: nothing was calibrated by it."""
     work = tmp_path / "work"
     first = parse_recipe(RTN, "t")
@@ -133,9 +127,7 @@ def test_calibration_of_another_recipe_is_not_gone_by(short_model: Path, text: P
             use()
 
 
-def test_starting_over_is_stopped(
-    short_model: Path, text: Path, evaluation: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_starting_over_is_stopped(short_model, text, evaluation, tmp_path, monkeypatch):
     """What followed from the text before is not taken for what follows from the new one, wherever --fresh stopped."""
     from moepack.pipeline.work import WorkDirectory
 
@@ -145,7 +137,7 @@ def test_starting_over_is_stopped(
         pipeline.build(short_model, tmp_path / "old", recipe, [text], work=work, fresh=True)
         calls = itertools.count(1)
 
-        def stop(*_: Any, calls: Iterator[int] = calls, **more: Any) -> None:
+        def stop(*_, calls=calls, **more):
             if next(calls) == 2:
                 raise KeyboardInterrupt
 
@@ -161,7 +153,7 @@ def test_starting_over_is_stopped(
         shutil.rmtree(work)
 
 
-def test_the_manifest_tells_how_the_bundle_was_made(bundle: Path) -> None:
+def test_the_manifest_tells_how_the_bundle_was_made(bundle):
     manifest = moepack.open(bundle).manifest
     made = manifest.provenance
     assert "method: rtn" in made["recipe"] and made["method"] == "rtn"
@@ -172,9 +164,7 @@ def test_the_manifest_tells_how_the_bundle_was_made(bundle: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_FSIZE behaves so on Linux")
-def test_a_full_disk_is_one_line_and_then_there_is_room(
-    short_model: Path, text: Path, tmp_path: Path, whole: dict[str, bytes]
-) -> None:
+def test_a_full_disk_is_one_line_and_then_there_is_room(short_model, text, tmp_path, whole):
     """A limit on file size stands in for a full disk: the write fails in the middle of a stage, and a build with room
     goes on from there."""
     work, (before, most) = tmp_path / "work", resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -201,12 +191,12 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 """
 
 
-def test_a_dry_run_refuses_what_a_build_refuses(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_dry_run_refuses_what_a_build_refuses(demo_model, text, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     recipe = parse_recipe(SIZES, "test")
-    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
+    cases = (
         ("full", {}, "is not empty"),
         ("file/below", {}, "is not a writable directory"),
         ("b", {"work": tmp_path / "file"}, "cannot be used as a work directory"),
@@ -224,7 +214,7 @@ def test_a_dry_run_refuses_what_a_build_refuses(demo_model: Path, text: Path, tm
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full"]
 
 
-def test_a_dry_run_counts_the_disk_beside_the_bundle(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_dry_run_counts_the_disk_beside_the_bundle(demo_model, text, tmp_path):
     """Layer files are linked into the bundle; where the work directory is on another disk, they lie there twice."""
     recipe = parse_recipe(SIZES, "test")
     near = estimate(demo_model, tmp_path / "b", recipe, [text], work=tmp_path / "w").work_bytes

@@ -1,10 +1,6 @@
 """Dense matrices at several versions: which they are, what they hold and lose, and what commands make of them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -41,20 +37,20 @@ RECIPES = parse_recipe(RECIPE, "test")
 
 
 @pytest.fixture(scope="module")
-def checkpoint(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(demo_model, tmp_path_factory):
     """With biases, an output projection of its own, and one layer without experts."""
     extra = {**UNTIED, "attention_bias": True, "mlp_only_layers": [0], "hidden_size": 80}
     return tiny_models.save_tiny("qwen3_moe", tmp_path_factory.mktemp("untied") / "checkpoint", demo_model, **extra)
 
 
 @pytest.fixture(scope="module")
-def dense(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dense(checkpoint, text, tmp_path_factory):
     path = tmp_path_factory.mktemp("dense") / "bundle"
     pipeline.build(checkpoint, path, RECIPES, [text])
     return path
 
 
-def test_they_stand_in_their_versions_alone(dense: Path, checkpoint: Path) -> None:
+def test_they_stand_in_their_versions_alone(dense, checkpoint):
     bundle = moepack.open(dense)
     assert bundle.verify() == [] and verify(dense, checkpoint) == []
     names = [m.module.removeprefix("model.layers.") for m in bundle.manifest.dense]
@@ -74,7 +70,7 @@ def test_they_stand_in_their_versions_alone(dense: Path, checkpoint: Path) -> No
     assert {n for n in source if "experts" not in n} <= kept
 
 
-def test_losses_are_those_of_windows_that_were_held_out(dense: Path, checkpoint: Path, text: Path) -> None:
+def test_losses_are_those_of_windows_that_were_held_out(dense, checkpoint, text):
     """Against outputs: every Linear's inputs of the fourth window, caught in the model itself, through both weights."""
     from transformers import AutoModelForCausalLM
 
@@ -86,7 +82,7 @@ def test_losses_are_those_of_windows_that_were_held_out(dense: Path, checkpoint:
     assert table.tokens.tolist() == [8 * 64] * len(bundle.manifest.dense)
     _, windows = calibration_text(open_checkpoint(checkpoint), RECIPES, [text])
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
-    caught: dict[str, torch.Tensor] = {}
+    caught = {}
     for m in bundle.manifest.dense:
         module = model.get_submodule(m.module)
         module.register_forward_pre_hook(lambda _, args, n=m.module: caught.__setitem__(n, args[0].float()))
@@ -109,9 +105,7 @@ def test_losses_are_those_of_windows_that_were_held_out(dense: Path, checkpoint:
         assert inner == pytest.approx([PASSED * signal[f"model.layers.{block}.{last}"]] * len(inner)) and inner
 
 
-def test_stages_and_slices_and_resuming_give_the_same_bytes(
-    dense: Path, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stages_and_slices_and_resuming_give_the_same_bytes(dense, checkpoint, text, tmp_path, monkeypatch):
     pipeline.calibrate(checkpoint, tmp_path / "work", RECIPES, [text])
     monkeypatch.setattr(CalibrationPass, "run_layer", lambda *_: pytest.fail("calibrated again"))
     pipeline.quantize(tmp_path / "work")
@@ -126,7 +120,7 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
 
     for stop in (1, None):  # before the second layer, before the output projection
 
-        def once(walk: LayerWalk, part: int | None, *_: Any, stop: int | None = stop) -> None:
+        def once(walk, part, *_, stop=stop):
             if part == stop:
                 raise KeyboardInterrupt
 
@@ -139,13 +133,11 @@ def test_stages_and_slices_and_resuming_give_the_same_bytes(
     assert tree(tmp_path / "again") == tree(dense)
 
 
-def test_a_part_is_gone_on_with_where_it_stopped(
-    dense: Path, checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_is_gone_on_with_where_it_stopped(dense, checkpoint, text, tmp_path, monkeypatch):
     """Stopped at the fifth matrix: four are not made again. One of another number of threads is refused."""
-    work, made = tmp_path / "work", list[str]()
+    work, made = tmp_path / "work", []
 
-    def count(task: Any, *_: Any) -> None:
+    def count(task, *_):
         made.append(task.matrix.module)
         if len(made) == 5:
             raise KeyboardInterrupt
@@ -165,7 +157,7 @@ def test_a_part_is_gone_on_with_where_it_stopped(
         pipeline.build(checkpoint, tmp_path / "c", RECIPES, [text], work=work)
 
 
-def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_slices_of_rows(monkeypatch, tmp_path):
     """A matrix in slices: rows that are no whole slices or blocks, a bias, the same bytes as in one piece."""
 
     from moepack.pack.layer_file import LayerFile
@@ -219,7 +211,7 @@ def test_slices_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next", "gpt_oss"])
-def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_families(family, demo_model, text, tmp_path):
     """Latent attention, shared experts, dense layers, linear attention, biases, transposed and interleaved matrices:
     routers are never among the dense ones, and the dry run's bytes are those of the bundle."""
     source = tiny_models.save_tiny(
@@ -246,7 +238,7 @@ def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> 
     assert wanted[family] in last or family == "deepseek_v3"
 
 
-def test_shrink(dense: Path, tmp_path: Path) -> None:
+def test_shrink(dense, tmp_path):
     done = shrink(dense, tmp_path / "w8", dense=["w8"])
     small = moepack.open(tmp_path / "w8")
     assert done.dense == ("w8",) and done.versions == ("bf16", "w4") and small.verify() == []
@@ -264,7 +256,7 @@ def test_shrink(dense: Path, tmp_path: Path) -> None:
     assert "| w8 | 12 matrices outside the experts: 8 bits" in card and card.count("outside the experts:") == 1
 
 
-def test_one_allocation_over_experts_and_dense_matrices(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_one_allocation_over_experts_and_dense_matrices(checkpoint, text, tmp_path):
     """In the manifest, a version for each, all bytes within the average; shrink keeps what it names."""
     recipe = parse_recipe(RECIPE.replace("gptq", "rtn") + "allocation: {average_bits: 7, dense: true}\n", "r")
     pipeline.build(checkpoint, tmp_path / "bundle", recipe, [text])

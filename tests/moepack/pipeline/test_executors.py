@@ -1,7 +1,5 @@
 """Batches made at once, and what a worker elsewhere answers, without a cluster: the same bytes, errors in one line."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -36,13 +34,11 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 """
 
 
-def test_batches_made_at_once_are_the_same(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_made_at_once_are_the_same(short_model, text, tmp_path, monkeypatch):
     """Four batches a layer, three at a time; each on one of torch's threads whatever the caller's are."""
     monkeypatch.setattr(expert_batch, "MOST", 4)
     build(short_model, tmp_path / "one", parse_recipe(RECIPE, "t"), [text])
-    threads, before = set[int](), torch.get_num_threads()
+    threads, before = set(), torch.get_num_threads()
     at_work = running(monkeypatch, local, "make_expert_batch")
     spy(monkeypatch, expert_batch, "quantise_batch", lambda *_: threads.add(torch.get_num_threads()))
     monkeypatch.setattr(local, "workers", lambda device, need: 3)
@@ -51,10 +47,10 @@ def test_batches_made_at_once_are_the_same(
     assert tree(tmp_path / "one") == tree(tmp_path / "three")
 
 
-def test_after_an_error_no_batch_is_begun() -> None:
-    begun: list[int] = []
+def test_after_an_error_no_batch_is_begun():
+    begun = []
 
-    def one(i: int) -> int:
+    def one(i):
         begun.append(i)
         raise InputError(f"batch {i}")
 
@@ -63,7 +59,7 @@ def test_after_an_error_no_batch_is_begun() -> None:
     assert sorted(begun) == [0, 1]
 
 
-def test_as_many_at_once_as_threads_and_memory_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_at_once_as_threads_and_memory_allow(monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     cpu = torch.device("cpu")
@@ -72,7 +68,7 @@ def test_as_many_at_once_as_threads_and_memory_allow(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def order(demo_model: Path, tmp_path: Path) -> tuple[WorkerOrder, WorkerCheckpoint, SharedTensors]:
+def order(demo_model, tmp_path):
     """Three experts of the demo model's last layer, and tokens that reached it."""
     opened = open_checkpoint(demo_model)
     stream = StreamedModel(opened)
@@ -89,9 +85,7 @@ def order(demo_model: Path, tmp_path: Path) -> tuple[WorkerOrder, WorkerCheckpoi
     return WorkerOrder(task, folder / "piece"), WorkerCheckpoint(str(demo_model), identity(opened)[1]), seen
 
 
-def test_written_or_answered(
-    order: tuple[WorkerOrder, WorkerCheckpoint, SharedTensors], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_written_or_answered(order, tmp_path, monkeypatch):
     what, source, seen = order
     probe = DirectoryProbe.leave(tmp_path)
     assert list(run_task(what, source, probe, seen)) == [""]
@@ -110,9 +104,7 @@ def test_written_or_answered(
 
 
 @pytest.mark.parametrize("what", ["path", "bytes", "lacking"])
-def test_another_checkpoint_is_refused(
-    what: str, order: tuple[WorkerOrder, WorkerCheckpoint, SharedTensors], demo_model: Path, tmp_path: Path
-) -> None:
+def test_another_checkpoint_is_refused(what, order, demo_model, tmp_path):
     placed, source, seen = order
     if what == "path":
         source, said = replace(source, path=str(tmp_path / "nowhere")), "every node has to see the checkpoint there"
@@ -126,7 +118,7 @@ def test_another_checkpoint_is_refused(
     assert "\n" not in str(caught.value) and not placed.path.exists()
 
 
-def test_a_file_of_another_machine(tmp_path: Path) -> None:
+def test_a_file_of_another_machine(tmp_path):
     """By size and a fine time alone; where the time says nothing, by its bytes."""
     file = tmp_path / "f"
     file.write_bytes(b"weights")
@@ -144,7 +136,7 @@ def test_a_file_of_another_machine(tmp_path: Path) -> None:
         is_known(tmp_path / "absent", entry)
 
 
-def test_what_a_killed_build_was_writing_is_removed(tmp_path: Path) -> None:
+def test_what_a_killed_build_was_writing_is_removed(tmp_path):
     work = WorkDirectory(tmp_path / "w")
     kept = work.object("0" * 64)
     kept.write_bytes(b"done")

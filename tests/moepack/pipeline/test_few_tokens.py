@@ -1,9 +1,5 @@
 """Experts that few calibration tokens reach are counted, and said; and the mixture of texts that a recipe asks for."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from support import Notes, tree
 
 import moepack
@@ -20,7 +16,7 @@ calibration: {samples: 6, length: 32, batch_size: 4}
 """
 
 
-def test_who_stays_short_is_said(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_who_stays_short_is_said(demo_model, text, tmp_path):
     notes = Notes()
     pipeline.build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "x"), [text], reporter=notes)
     facts = inspect(tmp_path / "b")
@@ -36,12 +32,12 @@ def test_who_stays_short_is_said(demo_model: Path, text: Path, tmp_path: Path) -
     assert f"{few} of 64 experts had fewer than 256" in (tmp_path / "b" / "README.md").read_text()
 
 
-def test_nothing_is_said_where_all_have_enough() -> None:
+def test_nothing_is_said_where_all_have_enough():
     assert advice({}, 64) == ""
     assert "3 of 1,024 experts" in (said := advice({2: 1, 7: 2}, 1024)) and "layer 7: 2" in said
 
 
-def test_weights_of_a_recipe_reach_the_windows(short_model: Path, text: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_weights_of_a_recipe_reach_the_windows(short_model, text, evaluation, tmp_path):
     mixed = f"calibration: {{data: [{{source: '{text}', weight: 3}}, '{evaluation}'], samples: 8, length: 32}}"
     recipe = parse_recipe(f"versions: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{mixed}", "x")
     assert recipe.calibration.data == (TextSource(str(text), 3.0), TextSource(str(evaluation), 1.0))

@@ -1,14 +1,11 @@
 """Which checkpoint a build is of, and that builds which were stopped or killed go on to the same bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import shutil
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support import HELPERS, RTN, flip, python, spy, tree
@@ -31,26 +28,26 @@ RECIPE = parse_recipe(RTN, "test")
 
 
 @pytest.fixture
-def checkpoint(short_model: Path, tmp_path: Path) -> Path:
+def checkpoint(short_model, tmp_path):
     return Path(shutil.copytree(short_model, tmp_path / "short"))
 
 
-def tuned(checkpoint: Path) -> None:
+def tuned(checkpoint):
     """Another model with the same header and size: one weight differs."""
     flip(checkpoint / "model.safetensors", -100)
 
 
-def stop(patch: pytest.MonkeyPatch, name: str, at: int) -> None:
+def stop(patch, name, at):
     """Let the call `name` for layer `at` be interrupted."""
 
-    def look(walk: LayerWalk, *args: object, **_: object) -> None:
+    def look(walk, *args, **_):
         if args[0 if name == "_quantise_layer" else 1] == at:
             raise KeyboardInterrupt
 
     spy(patch, LayerWalk, name, look)
 
 
-def test_a_digest_is_of_the_whole_file_and_is_not_taken_twice(checkpoint: Path) -> None:
+def test_a_digest_is_of_the_whole_file_and_is_not_taken_twice(checkpoint):
     opened, read = open_checkpoint(checkpoint), []
     digests, known = identity(opened, None, read.append)
     assert digests == {
@@ -68,10 +65,10 @@ def test_a_digest_is_of_the_whole_file_and_is_not_taken_twice(checkpoint: Path) 
     assert identity(opened, wrong)[0]["config.json"] == digests["config.json"], "an entry that was tampered with"
 
 
-def test_a_file_that_changes_meanwhile_is_refused(checkpoint: Path) -> None:
+def test_a_file_that_changes_meanwhile_is_refused(checkpoint):
     lock = threading.Lock()  # files are read by threads of their own
 
-    def change(size: int) -> None:
+    def change(size):
         time.sleep(0.02)  # the system's time of a file's change advances in steps of milliseconds
         with lock:
             tuned(checkpoint)
@@ -80,7 +77,7 @@ def test_a_file_that_changes_meanwhile_is_refused(checkpoint: Path) -> None:
         identity(open_checkpoint(checkpoint), None, change)
 
 
-def test_two_fine_tunes_do_not_mix(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_two_fine_tunes_do_not_mix(checkpoint, text, tmp_path):
     work = tmp_path / "work"
     pipeline.calibrate(checkpoint, work, RECIPE, [text])
     tuned(checkpoint)
@@ -93,15 +90,13 @@ def test_two_fine_tunes_do_not_mix(checkpoint: Path, text: Path, tmp_path: Path)
     assert made["model.safetensors"] == hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_revision_is_for_the_hub(checkpoint: Path) -> None:
+def test_a_revision_is_for_the_hub(checkpoint):
     with pytest.raises(InputError, match="revision is for a model on the Hub"):
         open_checkpoint(checkpoint, "main")
 
 
 @pytest.mark.parametrize(("where", "at"), [("_quantise_layer", 0), ("_quantise_layer", 1), ("_keep_hidden", 1)])
-def test_a_stopped_build_then_calibrate_then_build(
-    checkpoint: Path, text: Path, tmp_path: Path, where: str, at: int, whole: dict[str, bytes]
-) -> None:
+def test_a_stopped_build_then_calibrate_then_build(checkpoint, text, tmp_path, where, at, whole):
     """A layer that the build has not quantised is quantised from what `calibrate` kept of it."""
     work = tmp_path / "work"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -114,9 +109,9 @@ def test_a_stopped_build_then_calibrate_then_build(
 
 @pytest.mark.parametrize(("every", "again"), [(1, [1]), (2, [0, 1])])
 def test_a_stopped_calibrate_goes_on_in_a_build(
-    every: int, again: list[int], checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    whole: dict[str, bytes],
-) -> None:  # fmt: skip
+    every, again, checkpoint, text, tmp_path, monkeypatch,
+    whole,
+):  # fmt: skip
     """Calibrated layers are not run again, except those since the activations that were kept last."""
     work, ran = tmp_path / "work", []
     monkeypatch.setattr(run, "EVERY", every)
@@ -128,9 +123,7 @@ def test_a_stopped_calibrate_goes_on_in_a_build(
     assert tree(tmp_path / "b") == whole and ran == again
 
 
-def test_activations_that_were_lost_are_made_again(
-    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, bytes]
-) -> None:
+def test_activations_that_were_lost_are_made_again(checkpoint, text, tmp_path, monkeypatch, whole):
     work = tmp_path / "work"
     monkeypatch.setattr(run, "EVERY", 1)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -141,7 +134,7 @@ def test_activations_that_were_lost_are_made_again(
     assert tree(tmp_path / "b") == whole
 
 
-def test_fresh_keeps_no_object(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_fresh_keeps_no_object(checkpoint, text, tmp_path):
     work = tmp_path / "work"
     pipeline.calibrate(checkpoint, work, RECIPE, [text])
     left = work / "objects" / "left.safetensors"
@@ -151,7 +144,7 @@ def test_fresh_keeps_no_object(checkpoint: Path, text: Path, tmp_path: Path) -> 
     assert not left.exists()
 
 
-def test_what_another_build_put_beside_stays(tmp_path: Path) -> None:
+def test_what_another_build_put_beside_stays(tmp_path):
     """A build made the folder that both write to, and fails."""
     other = tmp_path / "new" / "deep" / "other"
     with pytest.raises(RuntimeError), BundleWriter(tmp_path / "new" / "deep" / "mine") as writer:
@@ -165,19 +158,19 @@ def test_what_another_build_put_beside_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "alone").exists()
 
 
-def test_a_build_that_is_refused_leaves_no_folder(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_build_that_is_refused_leaves_no_folder(checkpoint, tmp_path):
     with pytest.raises(InputError):
         pipeline.build(checkpoint, tmp_path / "new" / "deep" / "b", RECIPE, [tmp_path / "missing.txt"])
     assert not (tmp_path / "new").exists()
 
 
-def test_kills_at_random_moments(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_kills_at_random_moments(short_model, text, tmp_path):
     """By hand the same script made twenty of each of its kinds. Tests above stop stages at their seams."""
     script = HELPERS / "kill_and_resume.py"
     assert "2 kills" in python(script, short_model, text, tmp_path, "2", "bf16, w4, w2")
 
 
-def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model, text, tmp_path):
     recipe, work = RECIPE, tmp_path / "work"
     pipeline.build(short_model, tmp_path / "bundle", recipe, [text], work=work)
     before = tree(work / "quantize")
@@ -191,14 +184,12 @@ def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model: Path, tex
     assert tree(work / "quantize") == before
 
 
-def test_a_killed_layer_keeps_its_finished_batches(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_layer_keeps_its_finished_batches(short_model, text, tmp_path, monkeypatch):
     """Batches of four experts: the second run makes only those that the first had not."""
     monkeypatch.setattr(expert_batch, "MOST", 4)
-    recipe, made = RECIPE, list[tuple[int, int]]()
+    recipe, made = RECIPE, []
 
-    def count(task: Any, *_: Any) -> None:
+    def count(task, *_):
         made.append((task.layer, task.experts.start))
         if len(made) == 7:
             raise KeyboardInterrupt
@@ -214,13 +205,11 @@ def test_a_killed_layer_keeps_its_finished_batches(
     assert tree(tmp_path / "b") == tree(tmp_path / "c")
 
 
-def test_losses_of_two_estimates_are_not_mixed(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_losses_of_two_estimates_are_not_mixed(short_model, text, tmp_path, monkeypatch):
     """Neither finished layers nor a layer's finished batches are taken from a run that estimated otherwise."""
-    recipe, addresses, now = RECIPE, list[str](), losses.ESTIMATE
+    recipe, addresses, now = RECIPE, [], losses.ESTIMATE
 
-    def stop(task: Any, *_: Any) -> None:
+    def stop(task, *_):
         for number in (now - 1, now, now):
             monkeypatch.setattr(losses, "ESTIMATE", number)
             addresses.append(task.address("observed"))
@@ -245,9 +234,7 @@ def test_losses_of_two_estimates_are_not_mixed(
         ({"part": {"a": 9, "b": 9}}, {}, r"made with part \(a\) 8, now 9"),
     ],
 )
-def test_a_refused_resume_names_the_setting(
-    now: dict[str, object], chosen: dict[str, object], words: str, tmp_path: Path
-) -> None:
+def test_a_refused_resume_names_the_setting(now, chosen, words, tmp_path):
     """What the user chose, where what differs is a digest that follows from it."""
     settings = {"tokens": "aa", "part": {"a": 8}}
     behind = {"text": ["a.txt"], "samples": 256}

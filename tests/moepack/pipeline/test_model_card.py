@@ -1,10 +1,7 @@
 """The card and what travels beside the weights: licence, templates, tokenizers, processors, a model's own code."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,12 +37,12 @@ widget: [{text: hi}]
 """
 
 
-def facts(card: str) -> dict:
+def facts(card):
     return dict(yaml.safe_load(card.split("---\n")[1]))
 
 
 @pytest.fixture
-def checkpoint(demo_model: Path, tmp_path: Path) -> Path:
+def checkpoint(demo_model, tmp_path):
     """As the Hub's cache has it."""
     path = tmp_path / "hub" / "models--some--mini-moe" / "snapshots" / ("0" * 40)
     shutil.copytree(demo_model, path)
@@ -55,7 +52,7 @@ def checkpoint(demo_model: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_companions_travel_and_the_card_carries_the_licence(checkpoint: Path, text: Path, tmp_path: Path) -> None:
+def test_companions_travel_and_the_card_carries_the_licence(checkpoint, text, tmp_path):
     assert "tokenization_mini.py" not in companions(checkpoint)
     config = json.loads((checkpoint / "tokenizer_config.json").read_text())
     config["auto_map"] = {"AutoTokenizer": ["tokenization_mini.Mini", None]}
@@ -78,7 +75,7 @@ def test_companions_travel_and_the_card_carries_the_licence(checkpoint: Path, te
         assert words in made["README.md"].decode(), words
 
 
-def test_the_card_has_the_bundles_numbers(bundle: Path) -> None:
+def test_the_card_has_the_bundles_numbers(bundle):
     opened = moepack.open(bundle)
     text = model_card(opened.manifest, opened.calibration(), ["w4", "w1"], "me/mini", "losses.png")
     on_disk = sum(p.stat().st_size for p in (bundle / "experts" / "w4").iterdir()) / 1e6
@@ -87,7 +84,7 @@ def test_the_card_has_the_bundles_numbers(bundle: Path) -> None:
     assert "base_model" not in facts(text) and facts(text)["license"] == "apache-2.0", "as its checkpoint's card says"
 
 
-def test_the_card_says_which_command_for_which_memory(bundle: Path) -> None:
+def test_the_card_says_which_command_for_which_memory(bundle):
     """From the least memory up: what lies outside the experts, and the experts as they are in memory."""
     opened = moepack.open(bundle)
     text = model_card(opened.manifest, opened.calibration(), ["bf16", "w4"], "me/mini")
@@ -101,7 +98,7 @@ def test_the_card_says_which_command_for_which_memory(bundle: Path) -> None:
     assert "moepack pull me/mini -o here --for transformers --bits w4" in text
 
 
-def test_the_card_has_divergences_where_they_were_measured(bundle: Path, tmp_path: Path) -> None:
+def test_the_card_has_divergences_where_they_were_measured(bundle, tmp_path):
     opened = moepack.open(bundle)
     told = {"policy": "static:w4", "kl": 0.0024, "kl_interval": [0.0022, 0.00251], "perplexity": 37.0}
     (tmp_path / "w4.json").write_text(json.dumps(told))
@@ -129,17 +126,17 @@ def test_the_card_has_divergences_where_they_were_measured(bundle: Path, tmp_pat
         (None, "cannot be read"),
     ],
 )  # fmt: skip
-def test_divergences_that_are_none(text: str | None, words: str, tmp_path: Path) -> None:
+def test_divergences_that_are_none(text, words, tmp_path):
     if text is not None:
         (tmp_path / "f.json").write_text(text)
     with pytest.raises(InputError, match=words):
         read_divergences([tmp_path / "f.json"], ["w4", "w1"])
 
 
-def test_hostile_words_stay_words(damaged: Path, edit_manifest: Callable[..., None]) -> None:
+def test_hostile_words_stay_words(damaged, edit_manifest):
     evil = "x\n---\n# owned ![](http://x) <script> | [a](b)"
 
-    def change(m: dict) -> None:
+    def change(m):
         m["provenance"] = {
             "checkpoint": {"name": evil, "id": evil, "card": {"license": evil, "language": [3], "tags": ["x"]}},
             "calibration": {"sources": [evil], "samples": [], "length": evil},
@@ -154,11 +151,11 @@ def test_hostile_words_stay_words(damaged: Path, edit_manifest: Callable[..., No
     assert "<script>" not in body.replace("\\<script\\>", "") and "\n# owned" not in body and "![](" not in body
 
 
-def test_words_and_numbers_that_no_file_holds(damaged: Path, edit_manifest: Callable[..., None]) -> None:
+def test_words_and_numbers_that_no_file_holds(damaged, edit_manifest):
     """Half of a surrogate pair, a terminal's control characters, and a product of more digits than Python prints."""
     large = 10**4000
 
-    def change(m: dict) -> None:
+    def change(m):
         m["provenance"] = {
             "checkpoint": {"name": "a\ud800\x9b31mb"},
             "calibration": {"sources": ["c\u202ed"], "samples": large, "length": large},
@@ -173,7 +170,7 @@ def test_words_and_numbers_that_no_file_holds(damaged: Path, edit_manifest: Call
     assert (damaged.parent / "out" / "README.md").read_text(encoding="utf-8") == text
 
 
-def test_a_checkpoints_card(tmp_path: Path) -> None:
+def test_a_checkpoints_card(tmp_path):
     card = tmp_path / "README.md"
     assert carried(card) == {}
     for text in ("", "no head", "---\n[broken\n---\n", "---\n- list\n---\n", "---\n" + "[" * 5000 + "\n---\n"):

@@ -1,7 +1,5 @@
 """A build of a checkpoint with a number that is not finite: every stage that reads it stops there, and names it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -21,9 +19,7 @@ RECIPE = parse_recipe("versions: [bf16, w4, w2]\n" + RTN.replace("64", "32"), "t
     ("stage", "layer", "value"),
     (("build", 1, "nan"), ("build", 1, "inf"), ("build", 0, "nan"), ("calibrate", 1, "-inf")),
 )
-def test_a_build_stops_at_the_tensor(
-    stage: str, layer: int, value: str, short_model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_build_stops_at_the_tensor(stage, layer, value, short_model, text, tmp_path):
     """A bundle was made of it without a word, and the next layer's activations were NaN."""
     name = f"model.layers.{layer}.mlp.experts.5.down_proj.weight"
     checkpoint = Path(shutil.copytree(short_model, tmp_path / "checkpoint"))

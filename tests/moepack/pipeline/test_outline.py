@@ -1,16 +1,11 @@
 """Dry runs before any weight is here: from config.json, an index, or headers on the Hub. Bytes are counted by hand."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from hub_stand_in import Hub, point, serve
+from hub_stand_in import point, serve
 from support import ROOT
 
 from moepack.calibrate.outline import open_outline
@@ -23,7 +18,7 @@ from moepack.pipeline.recipe import load_recipe, parse_recipe
 CONFIGS = ROOT / "examples" / "configs"
 # Layers, experts, hidden size, expert size, native version, bits of a weight in it, parameters in all (of the model
 # cards, in thousand millions, without layers for multi-token prediction).
-MODELS: dict[str, tuple[int, int, int, int, str, float, float]] = {
+MODELS = {
     "gpt-oss-20b": (24, 32, 2880, 2880, "mxfp4", 4.25, 20.91),
     "gpt-oss-120b": (36, 128, 2880, 2880, "mxfp4", 4.25, 116.83),
     "deepseek-v4-flash": (43, 256, 4096, 2048, "mxfp4", 4.25, 284.33),
@@ -35,20 +30,20 @@ MODELS: dict[str, tuple[int, int, int, int, str, float, float]] = {
 PAGE = 4096
 
 
-def extent(rows: int, cols: int, bits: float, bias: bool = False) -> float:
+def extent(rows, cols, bits, bias=False):
     """Bytes of a matrix, in groups that end with the row; the bias is BF16."""
     return rows * cols * bits / 8 + 2 * rows * bias
 
 
 @pytest.fixture(autouse=True)
-def without_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_a_disk(monkeypatch):
     """Its rates are not what is tested, and cost a second."""
     rates = {"write_bytes_per_second": 1e9, "read_bytes_per_second": 2e9}
     monkeypatch.setattr("moepack.pipeline.dryrun.estimate.disk_rates", lambda folder: rates)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bytes_of_released_models_from_their_configuration(name: str, tmp_path: Path) -> None:
+def test_bytes_of_released_models_from_their_configuration(name, tmp_path):
     layers, experts, hidden, inner, native, bits, billions = MODELS[name]
     recipe = load_recipe(name)
     if name != "gpt-oss-20b":  # rounding is probed in a second, and changes no byte
@@ -78,7 +73,7 @@ def test_bytes_of_released_models_from_their_configuration(name: str, tmp_path: 
     assert e.memory["layer"] > 2 * weights / layers and (e.seconds["encode"] > 0) == encoding_of(native).entropy_coded
 
 
-def test_an_index_says_the_checkpoints_bytes(tmp_path: Path) -> None:
+def test_an_index_says_the_checkpoints_bytes(tmp_path):
     (tmp_path / "m").mkdir()
     shutil.copy(CONFIGS / "gpt-oss-20b" / "config.json", tmp_path / "m")
     index = {"metadata": {"total_size": 13_761_264_768}, "weight_map": {"a": "model-00001-of-00003.safetensors"}}
@@ -94,7 +89,7 @@ def test_an_index_says_the_checkpoints_bytes(tmp_path: Path) -> None:
         estimate(tmp_path / "m", tmp_path / "b", recipe)
 
 
-def test_shapes_agree_with_the_weights(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_shapes_agree_with_the_weights(demo_model, text, tmp_path):
     """Of one model, with its weights and without: the same exact bytes, activations and tasks."""
     (tmp_path / "only").mkdir()
     shutil.copy(demo_model / "config.json", tmp_path / "only")
@@ -116,7 +111,7 @@ def test_shapes_agree_with_the_weights(demo_model: Path, text: Path, tmp_path: P
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+def hub(monkeypatch, tmp_path):
     server, hub, address = serve()
     point(monkeypatch, address, tmp_path / "cache")
     yield hub
@@ -124,7 +119,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     server.server_close()
 
 
-def test_headers_on_the_hub_are_enough(hub: Hub, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_headers_on_the_hub_are_enough(hub, demo_model, text, tmp_path):
     """No weight is downloaded: of the file of weights, at most the first 100 kB."""
     hub.files["someone/mini"] = {p.name: p.read_bytes() for p in demo_model.iterdir() if p.is_file()}
     recipe = parse_recipe("{quantize: {method: rtn}, calibration: {samples: 4, length: 64, batch_size: 2}}", "t")
@@ -141,14 +136,14 @@ def test_headers_on_the_hub_are_enough(hub: Hub, demo_model: Path, text: Path, t
     assert estimate("someone/mini", tmp_path / "b", recipe).outline == "config.json alone"
 
 
-def test_weights_in_the_cache_are_measured(hub: Hub, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_weights_in_the_cache_are_measured(hub, demo_model, text, tmp_path):
     hub.files["someone/mini"] = {p.name: p.read_bytes() for p in demo_model.iterdir() if p.is_file()}
     recipe = parse_recipe("{quantize: {method: rtn}, calibration: {samples: 4, length: 64, batch_size: 2}}", "t")
     build("someone/mini", tmp_path / "b", recipe, [text])
     assert estimate("someone/mini", tmp_path / "c", recipe, [text]).outline == ""
 
 
-def pack(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
+def pack(bits, group, **more):
     weights = {"num_bits": bits, "type": "int", "group_size": group, "strategy": "group", "symmetric": True}
     groups = {"group_0": {"targets": ["Linear"], "weights": {**weights, **more}}}
     return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
@@ -167,14 +162,14 @@ def pack(bits: int, group: int | None, **more: Any) -> dict[str, Any]:
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "does not tell .* quant_algo MIXED_PRECISION"),
     ], ids=str,
 )  # fmt: skip
-def test_a_quantisation_without_a_version_is_refused(quantization: Any, message: str, tmp_path: Path) -> None:
+def test_a_quantisation_without_a_version_is_refused(quantization, message, tmp_path):
     config = json.loads((CONFIGS / "gpt-oss-20b" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     with pytest.raises(InputError, match=message):
         open_outline(tmp_path)
 
 
-def test_versions_that_save_nothing_are_refused(tmp_path: Path) -> None:
+def test_versions_that_save_nothing_are_refused(tmp_path):
     recipe = parse_recipe("{versions: [native, w4, w3], quantize: {method: rtn, loss_tokens: 64}}", "t")
     with pytest.raises(InputError, match="versions: w4 saves no bits over the checkpoint's own mxfp4: leave it out"):
         estimate(CONFIGS / "gpt-oss-20b", tmp_path / "b", recipe)

@@ -1,15 +1,11 @@
 """The Ray executor: the local one's bytes, whatever dies, and no weights through the driver. One cluster for all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -47,7 +43,7 @@ WITHOUT = {"tie_word_embeddings": False, "num_hidden_layers": 2, "mlp_only_layer
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
+def cluster():
     """Two workers. Builds find Ray started, and leave it so."""
     _, started = connect(None, num_cpus=2)
     yield
@@ -56,7 +52,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def local(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def local(short_model, text, tmp_path_factory):
     """What the local executor makes, and leaves of a work directory's objects: nothing."""
     folder = tmp_path_factory.mktemp("local")
     build(short_model, folder / "b", parse_recipe(RECIPE, "test"), [text])
@@ -64,7 +60,7 @@ def local(short_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.fixture
-def executor(cluster: None, monkeypatch: pytest.MonkeyPatch) -> OnRay:
+def executor(cluster, monkeypatch):
     """The one that the next build uses."""
     made = OnRay(None)
     monkeypatch.setattr(pipeline, "open_executor", lambda name, address: made)
@@ -72,14 +68,14 @@ def executor(cluster: None, monkeypatch: pytest.MonkeyPatch) -> OnRay:
 
 
 @pytest.fixture
-def out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def out(monkeypatch):
     """The layers that are out whenever one more is submitted."""
-    seen: list[int] = []
+    seen = []
     spy(monkeypatch, OnRay, "submit", lambda self, *_: seen.append(len(self._layers)))
     return seen
 
 
-def workers() -> list[psutil.Process]:
+def workers():
     """Processes that are making a piece, of this process's cluster."""
     found = []
     for process in psutil.Process().children(recursive=True):
@@ -90,12 +86,12 @@ def workers() -> list[psutil.Process]:
 
 
 @contextlib.contextmanager
-def killing(wanted: int, when: Callable[[], bool] = lambda: True) -> Iterator[list[int]]:
+def killing(wanted, when=lambda: True):
     """Inside, the first few processes that are making a piece are killed, once it is time."""
-    killed: list[int] = []
+    killed = []
     stop = threading.Event()
 
-    def watch() -> None:
+    def watch():
         while not stop.is_set() and len(killed) < wanted:
             for process in workers() if when() else ():
                 if process.pid not in killed:
@@ -112,9 +108,7 @@ def killing(wanted: int, when: Callable[[], bool] = lambda: True) -> Iterator[li
         watcher.join()
 
 
-def test_the_same_bytes_with_workers_killed(
-    executor: OnRay, out: list[int], local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_the_same_bytes_with_workers_killed(executor, out, local, short_model, text, tmp_path):
     """And calibration goes ahead: with a batch a layer and two slots, as many layers as batches may be out."""
     with killing(1) as killed:
         build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
@@ -126,15 +120,13 @@ def test_the_same_bytes_with_workers_killed(
     assert list((tmp_path / "work" / "objects").iterdir()) == []
 
 
-def test_slices_of_dense_matrices_with_a_worker_killed(
-    executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_of_dense_matrices_with_a_worker_killed(executor, short_model, text, tmp_path, monkeypatch):
     """The same bytes by one and two threads here and by one and two workers there, of whom one dies at a slice. The
     first layer has no experts; the last part is lm_head."""
     checkpoint = tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", short_model, **WITHOUT)
     monkeypatch.setattr(dense_matrix, "ROW_SHARD", 4 * 80 * 64)  # of lm_head 64 slices
     recipe = parse_recipe(RECIPE.replace("gptq", "rtn").replace("[w8]", "[w8, w4]"), "test")
-    made: list[dict[str, bytes]] = []
+    made = []
     with monkeypatch.context() as patch:
         at_work = running(patch, local_executor, "make_row_shard")
         patch.setattr(pipeline, "open_executor", lambda *asked: local_executor.Local())
@@ -144,7 +136,7 @@ def test_slices_of_dense_matrices_with_a_worker_killed(
             assert max(at_work) == n
             made.append(tree(tmp_path / f"local-{n}"))
 
-    def slices_alone() -> bool:
+    def slices_alone():
         running = [layer.work.tasks[i] for layer in list(executor._layers) for i in list(layer.running.values())]
         return bool(running) and all(isinstance(task, RowShardTask) for task in running)
 
@@ -157,7 +149,7 @@ def test_slices_of_dense_matrices_with_a_worker_killed(
     assert made[0] == made[1] == tree(tmp_path / "two") == tree(tmp_path / "one")
 
 
-def test_a_released_checkpoint(executor: OnRay, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_released_checkpoint(executor, demo_model, text, tmp_path):
     """Workers read its codes and scales: of experts, whose FP4 leaves the file as it is, and of attention in FP8."""
     plain = small(demo_model, tmp_path / "plain")
     released(plain, tmp_path / "checkpoint", "deepseek mxfp4", lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0))
@@ -178,17 +170,17 @@ class Counting(Reporter):
 
     name, done = "", 0
 
-    def inner(self, name: str, total: int) -> None:
+    def inner(self, name, total):
         self.name = name
 
-    def advance(self, amount: int = 1) -> None:
+    def advance(self, amount=1):
         self.done += amount * self.name.startswith("experts")
 
 
 def test_no_weights_go_through_the_driver(
-    executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    executor, local, short_model, text, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     """Its traffic is exactly the tokens that experts saw, the moments of what dense matrices read (two of
     [cols, cols] for q, k and v, two for o), and a few bytes a piece."""
     from moepack.calibrate.checkpoint import open_checkpoint
@@ -208,16 +200,16 @@ def test_no_weights_go_through_the_driver(
     assert rest < 4096 * LAYERS * (16 // 4 + 4 + 1) + 4096 < weights / 10, (rest, weights)
 
 
-def unseen(patch: pytest.MonkeyPatch) -> None:
+def unseen(patch):
     """Let workers find another word than the one that was left in the directory."""
     leave = DirectoryProbe.leave
     patch.setattr(DirectoryProbe, "leave", staticmethod(lambda folder: replace(leave(folder), word="another")))
 
 
 def test_a_directory_that_workers_do_not_see(
-    executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    executor, local, short_model, text, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     """Batches come back in pieces; the same bytes. One that comes with others is not kept."""
     unseen(monkeypatch)
     build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
@@ -226,13 +218,11 @@ def test_a_directory_that_workers_do_not_see(
     assert executor.traffic.results > 0.99 * weights
 
 
-def test_pieces_that_change_on_their_way_are_refused(
-    executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_that_change_on_their_way_are_refused(executor, short_model, text, tmp_path, monkeypatch):
     unseen(monkeypatch)
     get = OnRay._get
 
-    def damaged(self: OnRay, reference: object) -> object:
+    def damaged(self, reference):
         answer = get(self, reference)
         return answer if isinstance(answer, str) or answer is None else answer ^ 1
 
@@ -243,9 +233,9 @@ def test_pieces_that_change_on_their_way_are_refused(
 
 
 def test_calibration_waits_for_room(
-    executor: OnRay, out: list[int], local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    executor, out, local, short_model, text, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     """With no room for tokens one layer is out."""
     monkeypatch.setattr(on_ray, "SHARE", 0.0)
     build(short_model, tmp_path / "behind", parse_recipe(RECIPE, "test"), [text])
@@ -254,9 +244,9 @@ def test_calibration_waits_for_room(
 
 
 def test_quantising_alone_loads_no_layer_here(
-    executor: OnRay, local: dict[str, bytes], short_model: Path, text: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    executor, local, short_model, text, tmp_path,
+    monkeypatch,
+):  # fmt: skip
     from moepack.calibrate.stream import StreamedModel
 
     calibrate(short_model, tmp_path / "work", parse_recipe(RECIPE, "test"), [text])
@@ -266,15 +256,13 @@ def test_quantising_alone_loads_no_layer_here(
     assert tree(tmp_path / "ray") == local
 
 
-def test_no_node_has_what_a_batch_takes(
-    executor: OnRay, short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_node_has_what_a_batch_takes(executor, short_model, text, tmp_path, monkeypatch):
     monkeypatch.setattr(on_ray, "PROCESS", 1 << 50)
     with pytest.raises(InputError, match="no node of the cluster has that"):
         build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
 
 
-def test_slots_are_counted_by_node() -> None:
+def test_slots_are_counted_by_node():
     nodes = [{"CPU": 8.0, "memory": 10.0}, {"CPU": 2.0, "memory": 100.0, "GPU": 1.0}, {"memory": 50.0}]
     assert slots(nodes, {"CPU": 1.0, "memory": 3.0}) == 3 + 2
     assert slots(nodes, {"CPU": 1.0, "memory": 3.0, "GPU": 1.0}) == 1

@@ -1,10 +1,7 @@
 """Recipes: shipped ones are valid and for models that exist, unknown keys are named with the nearest known one."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +13,7 @@ EXPECTED = shipped()
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_shipped_recipes_are_valid(name: str) -> None:
+def test_shipped_recipes_are_valid(name):
     recipe = load_recipe(name)
     assert recipe.calibration.data and recipe.text
     fp8 = Version.of("fp8", 128)
@@ -30,7 +27,7 @@ _SIZES = re.compile(
 
 
 @pytest.mark.parametrize("name", [n for n in EXPECTED if n not in ("default", "quality")])
-def test_what_recipes_say_of_their_model(name: str) -> None:
+def test_what_recipes_say_of_their_model(name):
     """Bytes are three matrices of every expert, and a token's experts are few; the text brings an expert several tokens
     a column of its widest matrix."""
     recipe = load_recipe(name)
@@ -43,24 +40,24 @@ def test_what_recipes_say_of_their_model(name: str) -> None:
     assert tokens >= 4 * max(hidden, inner), tokens
 
 
-def test_mtp_layers_are_kept_or_dropped() -> None:
+def test_mtp_layers_are_kept_or_dropped():
     assert (parse_recipe("", "x").mtp, parse_recipe("mtp: keep", "x").mtp) == ("drop", "keep")
     assert {n for n in EXPECTED if "mtp:" in load_recipe(n).text} == {"deepseek-v3", "glm-4.5-air"}
 
 
-def test_defaults_are_the_default_recipe() -> None:
+def test_defaults_are_the_default_recipe():
     recipe, empty = load_recipe("default"), parse_recipe("", "x")
     assert (recipe.versions, recipe.quantize) == (empty.versions, empty.quantize)
     assert recipe.calibration.samples == empty.calibration.samples and recipe.allocation is None
 
 
-def test_group_sizes_by_version() -> None:
+def test_group_sizes_by_version():
     recipe = parse_recipe("quantize: {group_size: {w4: 128, w1: 32}}\nversions: [w1, bf16, w4, w2]", "x")
     found = [f"{v.name} {v.group_size}" for v in recipe.version_specs()]
     assert found == ["bf16 0", "w4 128", "w2 64", "w1 32"]
 
 
-def test_a_version_of_one_group_size_leaves_others_theirs() -> None:
+def test_a_version_of_one_group_size_leaves_others_theirs():
     """A mixed version has groups of 128 alone: versions that are added later have the recipe's groups all the same."""
     for text, before in (("{group_size: 32}", ("bf16", "w4")), ("{group_size: 32}", ("bf16",)), ("{}", ("bf16",))):
         recipe = parse_recipe(f"versions: [{', '.join(before)}]\nquantize: {text}", "x")
@@ -74,7 +71,7 @@ def test_a_version_of_one_group_size_leaves_others_theirs() -> None:
      "calibration: {samples: 9}", "calibration: {data: [a.txt, {source: b, weight: 3}]}",
      "allocation: {average_bits: 4.5, weight: logits}", "allocation: {average_bits: 7, dense: true}\ndense: [w8]"],
 )  # fmt: skip
-def test_a_recipe_without_its_text_has_one_written(said: str) -> None:
+def test_a_recipe_without_its_text_has_one_written(said):
     recipe = parse_recipe(said, "x")
     assert with_text(recipe) is recipe
     for lost in ("", "versions: [w1]"):
@@ -128,14 +125,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_recipes(text: str) -> None:
+def test_bad_recipes(text):
     with pytest.raises(InputError) as error:
         parse_recipe(text, "mine.yaml")
     assert BAD[text] in str(error.value) and str(error.value).startswith("mine.yaml: ")
     assert "\n" not in str(error.value)
 
 
-def test_unknown_names(tmp_path: Path) -> None:
+def test_unknown_names(tmp_path):
     with pytest.raises(InputError, match=r"did you mean 'qwen3-30b-a3b'"):
         load_recipe("qwen3-30b")
     with pytest.raises(InputError, match="cannot be read"):

@@ -1,7 +1,5 @@
 """shrink: fewer versions, the same bytes, or nothing at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -19,7 +17,7 @@ from moepack.reports.verify import verify
 from moepack.runtime.planning.options import LoadOptions
 
 
-def test_versions_that_are_kept_are_the_same_bytes(bundle: Path, tmp_path: Path) -> None:
+def test_versions_that_are_kept_are_the_same_bytes(bundle, tmp_path):
     done = shrink(bundle, tmp_path / "small", ["w2", "w4"])
     before, after = tree(bundle), tree(tmp_path / "small")
     assert done.versions == ("w4", "w2") and done.allocation is None, "its map names w3"
@@ -39,7 +37,7 @@ def test_versions_that_are_kept_are_the_same_bytes(bundle: Path, tmp_path: Path)
     assert [x["kept"] for x in note] == [["w4", "w2"], ["w2"]]
 
 
-def test_weights_are_linked_and_what_people_edit_is_copied(bundle: Path, tmp_path: Path) -> None:
+def test_weights_are_linked_and_what_people_edit_is_copied(bundle, tmp_path):
     home = tmp_path / "models--some--bundle"  # as the Hub's cache: every file a link to a blob
     cache = home / "snapshots" / "0123abc"
     (home / "blobs").mkdir(parents=True)
@@ -54,9 +52,8 @@ def test_weights_are_linked_and_what_people_edit_is_copied(bundle: Path, tmp_pat
         assert not made.is_symlink() and made.samefile(bundle / name) == linked
 
 
-def test_the_map_of_the_manifest_stays_with_its_versions(bundle: Path, tmp_path: Path) -> None:
+def test_the_map_of_the_manifest_stays_with_its_versions(bundle, tmp_path):
     table = moepack.open(bundle).manifest.allocation
-    assert table is not None
     named = {name for row in table.versions for name in row}
     done = shrink(bundle, tmp_path / "small", allocation=True)
     assert set(done.versions) == named < {"bf16", "w4", "w3", "w2", "w1"}
@@ -65,7 +62,7 @@ def test_the_map_of_the_manifest_stays_with_its_versions(bundle: Path, tmp_path:
     assert model.moepack.versions == table.versions
 
 
-def test_a_budget_chooses_what_the_plan_serves(bundle: Path, tmp_path: Path) -> None:
+def test_a_budget_chooses_what_the_plan_serves(bundle, tmp_path):
     """By the plan's arithmetic, whether or not the weights are here; the plan of what is kept is the same."""
     least = plan(bundle, LoadOptions(device_memory=1 << 30, all_logits=False, kv_tokens=576)).least_bytes
     sizes = [least, least + 400_000, 1 << 30]
@@ -102,7 +99,7 @@ def test_a_budget_chooses_what_the_plan_serves(bundle: Path, tmp_path: Path) -> 
     assert small.feasible and small.table == found[1].table
 
 
-def test_nothing_is_written_where_it_is_refused(damaged: Path, tmp_path: Path) -> None:
+def test_nothing_is_written_where_it_is_refused(damaged, tmp_path):
     before = sorted(tmp_path.iterdir())
     for words, options in (
         ("nothing says what to keep", {}),
@@ -110,7 +107,7 @@ def test_nothing_is_written_where_it_is_refused(damaged: Path, tmp_path: Path) -
         ("give it alone", {"versions": ["w2"], "allocation": True}),
     ):
         with pytest.raises(InputError, match=words):
-            shrink(damaged, tmp_path / "small", **options)  # type: ignore[arg-type]
+            shrink(damaged, tmp_path / "small", **options)
     flip(damaged / "experts/w2/layer-001.safetensors", -5)
     with pytest.raises(BundleError, match="digest"):
         shrink(damaged, tmp_path / "small", ["w2"])

@@ -1,11 +1,8 @@
 """Rates of prompts and decoding by policy and limit: what is run, what is counted, and how it is printed."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
-from pathlib import Path
 
 import pytest
 from support import cli, ok
@@ -17,12 +14,12 @@ from moepack.reports.bench import Lengths, bench
 FEW = Lengths(prompts=(8, 16), new=(3,), context=4, clients=(1, 2), repeat=2)
 
 
-def test_every_policy_in_every_limit(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_policy_in_every_limit(bundle, monkeypatch):
     """A limit that is too small is a row that says so, and the others are measured."""
-    passes: list[tuple[int, int]] = []
+    passes = []
     load = module.load_shown
 
-    def loaded(*given: object) -> object:
+    def loaded(*given):
         model = load(*given)
         model.get_input_embeddings().register_forward_hook(lambda _, args, out: passes.append(tuple(out.shape[:2])))
         return model
@@ -47,7 +44,7 @@ def test_every_policy_in_every_limit(bundle: Path, monkeypatch: pytest.MonkeyPat
     assert passes == once * 2
 
 
-def test_how_it_is_printed(bundle: Path) -> None:
+def test_how_it_is_printed(bundle):
     command = (
         "bench",
         bundle,
@@ -80,6 +77,6 @@ def test_how_it_is_printed(bundle: Path) -> None:
         ({"repeat": 0}, "repeat 0"),
     ],
 )
-def test_lengths_that_cannot_be_measured(lengths: dict[str, object], words: str) -> None:
+def test_lengths_that_cannot_be_measured(lengths, words):
     with pytest.raises(InputError, match=words):
-        Lengths(**lengths)  # type: ignore[arg-type]
+        Lengths(**lengths)

@@ -1,9 +1,6 @@
 """Scores of tokens, their intervals, and divergence from a bundle's own bf16."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,7 @@ from moepack.reports.scoring import token_scores
 from moepack.runtime.planning.options import LoadOptions
 
 
-def test_the_interval_by_hand() -> None:
+def test_the_interval_by_hand():
     """Sums 2, 4 and 9 over 1, 2 and 3 tokens: mean 2.5; deviations -0.5, -1 and 1.5; error sqrt(3/2 3.5) / 6."""
     got = clustered([2, 4, 9], [1, 2, 3])
     half = 4.31 * math.sqrt(1.5 * 3.5) / 6
@@ -29,7 +26,7 @@ def test_the_interval_by_hand() -> None:
 
 
 @pytest.mark.parametrize("room", [1, 1 << 26])
-def test_scores_are_those_of_whole_logits(bundle: Path, room: int) -> None:
+def test_scores_are_those_of_whole_logits(bundle, room):
     drawn = ids(24, batch=2)
     best = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
     low = moepack.load(bundle, policy="static:w2", dtype=torch.float32)
@@ -45,7 +42,7 @@ def test_scores_are_those_of_whole_logits(bundle: Path, room: int) -> None:
     assert kept.kl is None and float(kl.mean()) > 1e-3
 
 
-def test_divergence_of_bf16_from_itself_is_nothing(bundle: Path, evaluation: Path) -> None:
+def test_divergence_of_bf16_from_itself_is_nothing(bundle, evaluation):
     options = {"length": 64, "samples": 12, "kl": True}
     same = evaluate(bundle, [str(evaluation)], LoadOptions(policy="static:bf16"), **options)
     assert same.kl == 0 and same.top1_agreement == 1 and same.kl_interval == (0, 0)
@@ -59,11 +56,9 @@ def test_divergence_of_bf16_from_itself_is_nothing(bundle: Path, evaluation: Pat
     assert plain.kl is None and plain.perplexity == pytest.approx(low.perplexity)
 
 
-def test_a_plain_model_multiplies_where_bf16_is_emulated(
-    demo_model: Path, evaluation: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plain_model_multiplies_where_bf16_is_emulated(demo_model, evaluation, monkeypatch):
     """In float32, by one product at least for every layer and pass; where the processor can, torch does it."""
-    taken, scores = list[int](), list[float]()
+    taken, scores = [], []
     spy(monkeypatch, products, "product", lambda rows, *_: taken.append(len(rows)))
     for emulated in (False, True):
         monkeypatch.setattr(products, "emulated", lambda device, dtype, e=emulated: e)
@@ -72,12 +67,12 @@ def test_a_plain_model_multiplies_where_bf16_is_emulated(
     assert scores[0] == pytest.approx(scores[1], rel=1e-3) and max(taken) >= products.FEWEST
 
 
-def test_what_cannot_be_compared_is_refused(demo_model: Path, evaluation: Path) -> None:
+def test_what_cannot_be_compared_is_refused(demo_model, evaluation):
     with pytest.raises(InputError, match="not a bundle: a divergence"):
         evaluate(demo_model, [str(evaluation)], length=64, samples=4, kl=True)
 
 
-def test_a_head_that_cannot_run_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_cannot_run_alone(bundle, monkeypatch):
     """Perplexity from all logits at once; a divergence is refused."""
     drawn = ids(16)
     model = moepack.load(bundle, dtype=torch.float32)

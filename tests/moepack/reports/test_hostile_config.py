@@ -1,14 +1,10 @@
 """Configurations, tables and files edited to do harm, where transformers or a plan meets them: every command says so in
 one line, and none waits or prints a traceback."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hostile_edits import Victim, in_time, one_line
@@ -27,18 +23,18 @@ CONFIG, TABLES = "config.json", "calibration.safetensors"
 
 
 @pytest.fixture(scope="module")
-def copied(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Victim:
+def copied(bundle, tmp_path_factory):
     plan(bundle, LoadOptions(device_memory=1 << 30, policy="static:w2"))  # imports what it needs, which takes seconds
     return Victim(bundle, tmp_path_factory.mktemp("victim"))
 
 
 @pytest.fixture
-def victim(copied: Victim) -> Iterator[Victim]:
+def victim(copied):
     yield copied
     copied.restore()
 
 
-def refuses(*uses: Callable[[], object], match: str = "", seconds: int = 20) -> str:
+def refuses(*uses, match="", seconds=20):
     """What the last use says, in one line; each is refused in this time."""
     for use in uses:
         with in_time(seconds), pytest.raises(MoepackError, match=match) as error:
@@ -48,23 +44,23 @@ def refuses(*uses: Callable[[], object], match: str = "", seconds: int = 20) -> 
 
 
 @pytest.fixture
-def model(demo_model: Path, tmp_path: Path) -> Path:
+def model(demo_model, tmp_path):
     """A copy of the demo model to edit."""
     return Path(shutil.copytree(demo_model, tmp_path / "model"))
 
 
-def reconfigured(model: Path, **changes: Any) -> None:
+def reconfigured(model, **changes):
     (model / CONFIG).write_text(json.dumps(json.loads((model / CONFIG).read_text()) | changes))
 
 
-def config(**changes: Any) -> Callable[[Victim], None]:
-    def edit(v: Victim) -> None:
+def config(**changes):
+    def edit(v):
         v.rewrite(CONFIG, json.dumps({**json.loads((v.path / CONFIG).read_text()), **changes}).encode())
 
     return edit
 
 
-EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
+EDITS = {
     "no JSON": (lambda v: v.rewrite(CONFIG, b"{"), "its config cannot be read"),
     "a list": (lambda v: v.rewrite(CONFIG, b"[]"), "its config cannot be read"),
     "no UTF-8": (lambda v: v.rewrite(CONFIG, b"\xff"), "its config cannot be read"),
@@ -95,7 +91,7 @@ EDITS: dict[str, tuple[Callable[[Victim], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", EDITS)
-def test_a_config_is_refused_in_a_line(name: str, victim: Victim) -> None:
+def test_a_config_is_refused_in_a_line(name, victim):
     """Before a tokenizer is loaded too: transformers reads the config for its sake, and raises what it raises."""
     edit, message = EDITS[name]
     edit(victim)
@@ -108,7 +104,7 @@ def test_a_config_is_refused_in_a_line(name: str, victim: Victim) -> None:
 
 
 @pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers", "head_dim", "vocab_size"])
-def test_a_checkpoints_config_is_refused_in_a_line(key: str, model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_checkpoints_config_is_refused_in_a_line(key, model, text, tmp_path):
     reconfigured(model, **{key: 10**12})
     refuses(
         lambda: generate(model, "The"),
@@ -118,7 +114,7 @@ def test_a_checkpoints_config_is_refused_in_a_line(key: str, model: Path, text: 
     )
 
 
-UNFIT: tuple[dict[str, Any], ...] = (
+UNFIT = (
     {"hidden_size": "128"}, {"hidden_size": -5}, {"hidden_size": 0}, {"num_hidden_layers": 2.0}, {"use_cache": "x"},
     {"rope_parameters": []}, {"rope_parameters": {"rope_type": "nonsense"}}, {"rope_parameters": {"rope_type": True}},
     {"hidden_act": "nonsense"}, {"dtype": "nonsense"}, {"num_attention_heads": 0}, {"head_dim": 0}, {"head_dim": -2},
@@ -130,9 +126,7 @@ UNFIT: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("changes", UNFIT, ids=str)
-def test_a_checkpoint_that_no_model_fits_is_refused_in_a_line(
-    changes: dict[str, Any], model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_that_no_model_fits_is_refused_in_a_line(changes, model, text, tmp_path):
     reconfigured(model, **changes)
     recipe = parse_recipe("{quantize: {method: rtn, loss_tokens: 32}, calibration: {samples: 2, length: 32}}", "test")
     said = refuses(lambda: estimate(model, tmp_path / "bundle", recipe, [text]), seconds=60)
@@ -142,16 +136,16 @@ def test_a_checkpoint_that_no_model_fits_is_refused_in_a_line(
 @pytest.mark.parametrize(
     "asks", [{"num_return_sequences": 3}, {"max_new_tokens": -3}, {"watermarking_config": {"a": 1}}, [], "x"], ids=str
 )
-def test_a_generation_config_that_transformers_refuses_is_named(asks: Any, model: Path) -> None:
+def test_a_generation_config_that_transformers_refuses_is_named(asks, model):
     (model / "generation_config.json").write_text(json.dumps(asks))
     refuses(lambda: generate(model, "The", max_new_tokens=1), match=r"generation_config\.json", seconds=60)
 
 
-def another_byte(file: str) -> Callable[[Victim], None]:
+def another_byte(file):
     return lambda v: v.write(file, (v.path / file).read_bytes().replace(b"0", b"1", 1))
 
 
-READ: dict[str, tuple[Callable[[Victim], None], str]] = {
+READ = {
     "an absurd config": (config(num_labels=10**9), "has num_labels"),
     "a tokenizer's byte": (another_byte("tokenizer.json"), "do not match their digest"),
     "a token's number": (another_byte("generation_config.json"), "do not match their digest"),
@@ -160,10 +154,8 @@ READ: dict[str, tuple[Callable[[Victim], None], str]] = {
 
 
 @pytest.mark.parametrize("name", READ)
-def test_what_transformers_reads_is_looked_at_before(
-    name: str, victim: Victim, monkeypatch: pytest.MonkeyPatch, evaluation: Path
-) -> None:
-    def read(*asked: Any, **more: Any) -> None:
+def test_what_transformers_reads_is_looked_at_before(name, victim, monkeypatch, evaluation):
+    def read(*asked, **more):
         raise AssertionError("it was read")
 
     for reader in ("AutoTokenizer", "GenerationConfig", "AutoConfig"):
@@ -179,20 +171,20 @@ def test_what_transformers_reads_is_looked_at_before(
     )
 
 
-MISFITS: tuple[dict[str, Any], ...] = (
+MISFITS = (
     {"hidden_size": 96}, {"rope_parameters": {"rope_type": True}}, {"head_dim": 0}, {"pad_token_id": 1 << 20},
     {"attn_implementation": "flash_attention_2"},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", MISFITS)
-def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes: dict[str, Any], victim: Victim) -> None:
+def test_a_model_that_is_not_its_tensors_is_refused_in_a_line(changes, victim):
     config(**changes)(victim)
     refuses(lambda: moepack.load(victim.path), seconds=60)
 
 
 @pytest.mark.parametrize("end", ["x", -1, True, [3, "x"], [[]], {"a": 1}, 1.5, 1 << 31, [1, 10**30]])
-def test_a_generation_config_that_ends_at_no_token(end: Any, victim: Victim) -> None:
+def test_a_generation_config_that_ends_at_no_token(end, victim):
     victim.rewrite("generation_config.json", json.dumps({"eos_token_id": end}).encode())
     refuses(
         lambda: generate(victim.path, "The", max_new_tokens=1),
@@ -206,27 +198,27 @@ def test_a_generation_config_that_ends_at_no_token(end: Any, victim: Victim) -> 
     [{"stop_strings": 3}, {"use_mtp": True}, {"num_beams": 4}, {"cache_implementation": "static"}, {"do_sample": True},
      {"repetition_penalty": 9.0}, {"max_length": 1}, {"suppress_tokens": "x"}, {"max_time": 0}],
 )  # fmt: skip
-def test_a_generation_config_that_asks_for_anything(asks: dict[str, Any], victim: Victim) -> None:
+def test_a_generation_config_that_asks_for_anything(asks, victim):
     """What it says of choosing is not what the command was asked for."""
     plain = generate(victim.path, "The", max_new_tokens=4)
     victim.rewrite("generation_config.json", json.dumps(asks).encode())
     assert generate(victim.path, "The", max_new_tokens=4) == plain
 
 
-def test_an_error_of_the_caller_s_own_stays_its_own(bundle: Path) -> None:
-    def tell(text: str) -> None:
+def test_an_error_of_the_caller_s_own_stays_its_own(bundle):
+    def tell(text):
         raise ValueError("a pipe that has gone")
 
     with pytest.raises(ValueError, match="a pipe that has gone"):
         generate(bundle, "The", max_new_tokens=4, tell=tell)
 
 
-def test_a_context_of_no_tokens_is_none(victim: Victim, evaluation: Path) -> None:
+def test_a_context_of_no_tokens_is_none(victim, evaluation):
     config(max_position_embeddings=-1)(victim)
     assert evaluate(victim.path, [str(evaluation)], length=32, samples=1).tokens
 
 
-def test_a_tokenizer_is_refused_in_a_line(victim: Victim) -> None:
+def test_a_tokenizer_is_refused_in_a_line(victim):
     for data in (b"[]", b"{", b'{"tokenizer_class": 3}', b"\xff", b'{"model_max_length": "x"}'):
         victim.rewrite("tokenizer_config.json", data)
         if b"model_max" not in data:  # this one is loaded, and trips over its first text
@@ -236,7 +228,7 @@ def test_a_tokenizer_is_refused_in_a_line(victim: Victim) -> None:
         victim.restore()
 
 
-def test_tables_are_refused_in_a_line_by_plan(victim: Victim) -> None:
+def test_tables_are_refused_in_a_line_by_plan(victim):
     for edit, message in (
         (lambda v: v.tables(lambda a, m: m.update(versions="bf16,w4,w3,w2,w9")), "its columns are not versions"),
         (lambda v: v.write(TABLES, (v.path / TABLES).read_bytes()[:-1] + b"\x7f"), "do not match their digest"),
@@ -248,7 +240,7 @@ def test_tables_are_refused_in_a_line_by_plan(victim: Victim) -> None:
         victim.restore()
 
 
-def test_the_manifest_a_pipe_is_no_bundle(victim: Victim) -> None:
+def test_the_manifest_a_pipe_is_no_bundle(victim):
     victim.replace("manifest.json", os.mkfifo)
     refuses(lambda: moepack.load(victim.path), match="not a bundle")
     refuses(lambda: plan(victim.path, LoadOptions(device_memory=1 << 30)), match="is a pipe")

@@ -1,11 +1,7 @@
 """The report on one page: what it says, and that a hostile bundle gets no word of its own into it."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,48 +12,46 @@ from moepack.reports.inspect import inspect
 from moepack.reports.page import skew, write_page
 from moepack.shared.palette import colour
 
-Edit = Callable[[Path, Callable[[dict], None]], None]
-
 
 class Page(HTMLParser):
     """Elements, attributes and text of a page; every element that is opened must be closed."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.words: list[str] = []
-        self.open: list[str] = []
+        self.tags = []
+        self.words = []
+        self.open = []
         self.feed(text)
         assert self.open == []
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
         if tag not in ("meta", "img"):
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         self.words.append(data)
 
 
-def page_of(bundle: Path, out: Path) -> tuple[str, Page]:
+def page_of(bundle, out):
     write_page(bundle, inspect(bundle), out)
     text = out.read_text()
     return text, Page(text)
 
 
 @pytest.fixture(scope="module")
-def shown(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Page]:
+def shown(bundle, tmp_path_factory):
     """The text and the elements of the bundle's page, in a folder that was not there."""
     return page_of(bundle, tmp_path_factory.mktemp("page") / "new" / "report.html")
 
 
-def test_it_says_what_inspect_says(bundle: Path, shown: tuple[str, Page], tmp_path: Path) -> None:
+def test_it_says_what_inspect_says(bundle, shown, tmp_path):
     facts, (text, page) = inspect(bundle), shown
     for name, v in facts["versions"].items():
         loss = shown_loss(facts["loss"][name], facts["loss_error"][name])
@@ -76,7 +70,7 @@ def test_it_says_what_inspect_says(bundle: Path, shown: tuple[str, Page], tmp_pa
         write_page(bundle, facts, tmp_path / "report.pdf")
 
 
-def test_it_needs_nothing_from_outside(shown: tuple[str, Page]) -> None:
+def test_it_needs_nothing_from_outside(shown):
     _, page = shown
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "a", "object"})
     for _, attrs in page.tags:
@@ -86,19 +80,17 @@ def test_it_needs_nothing_from_outside(shown: tuple[str, Page]) -> None:
     assert rule == "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def test_without_matplotlib_it_has_its_tables(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_has_its_tables(bundle, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     _, page = page_of(bundle, tmp_path / "report.html")
     assert any("moepack[build]" in word for word in page.words) and "Versions chosen" in page.words
     assert "img" not in {tag for tag, _ in page.tags}
 
 
-def test_hostile_words_stay_words(
-    damaged: Path, edit_manifest: Edit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hostile_words_stay_words(damaged, edit_manifest, tmp_path, monkeypatch):
     evil = "</title><script>alert(1)</script><img src=x onerror='a'>\"&\ud800"
 
-    def change(m: dict) -> None:  # the format keeps such words out of all else
+    def change(m):  # the format keeps such words out of all else
         m["allocation"]["name"] = evil.removesuffix("\ud800")
         m["provenance"] = {
             "checkpoint": {"name": evil, "id": [evil]}, "recipe": evil, "tools": {evil: evil},
@@ -117,7 +109,7 @@ def test_hostile_words_stay_words(
         page_of(damaged, tmp_path / "report.html")
 
 
-def test_skew() -> None:
+def test_skew():
     """By hand: even is 0; one of four has all is 3/4; 3, 1 is 1/4."""
     assert skew(np.array([5.0, 5, 5, 5])) == pytest.approx(0)
     assert skew(np.array([8.0, 0, 0, 0])) == pytest.approx(0.75)

@@ -1,11 +1,7 @@
 """`moepack plan`: what it foretells is what loading then does, to the byte."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,17 +24,17 @@ QUIET = "hotness:hi=bf16,lo=w2,interval=1e9"
 POLICIES = ("static:w4", "static:allocation", "uniform", "hotness", QUIET, "lru")
 
 
-def command(*arguments: object) -> dict[str, Any]:
+def command(*arguments):
     return dict(json.loads(cli("plan", *map(str, arguments), "--json")[1]))
 
 
-def enough(bundle: Path, room: int, **options: Any) -> int:
+def enough(bundle, room, **options):
     """`room` bytes beside the least that would do, whatever forward passes take on this machine."""
     return plan(bundle, LoadOptions(device_memory=1000, **options)).least_bytes + room
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
+def test_the_plan_is_what_loading_does(bundle, policy):
     budget = enough(bundle, ROOM, policy=policy, kv_tokens=300, batch=2)
     planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy, kv_tokens=300, batch=2))
     model = moepack.load(bundle, policy=policy, device_memory=budget, kv_tokens=300, batch=2)
@@ -57,7 +53,7 @@ def test_the_plan_is_what_loading_does(bundle: Path, policy: str) -> None:
     serving.close()
 
 
-def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
+def test_expected_loss_is_that_of_the_tables(bundle):
     tables = moepack.open(bundle).calibration()
     column = {v: i for i, v in enumerate(tables.versions)}
     tokens = np.stack([layer.tokens for layer in tables.layers]).astype(float)
@@ -82,7 +78,7 @@ def test_expected_loss_is_that_of_the_tables(bundle: Path) -> None:
     assert losses[0] > losses[1] > losses[2] == 0.0
 
 
-def test_speed_begins_with_bytes_over_bandwidth(bundle: Path) -> None:
+def test_speed_begins_with_bytes_over_bandwidth(bundle):
     planned = plan(bundle, LoadOptions(device_memory=PLENTY, policy="static:w4", kv_tokens=100))
     opened = moepack.open(bundle)
     model = moepack.load(bundle, policy="static:w4")
@@ -102,7 +98,7 @@ WORK = {"kv_tokens": 700, "prefill_tokens": 64, "batch": 2, "all_logits": False}
 
 
 @pytest.mark.parametrize("policy, work", [(None, WORK), ("static:w2", {"all_logits": True}), ("uniform", WORK)])
-def test_what_is_feasible_is_what_loads(bundle: Path, policy: str | None, work: dict[str, Any]) -> None:
+def test_what_is_feasible_is_what_loads(bundle, policy, work):
     least = plan(bundle, LoadOptions(device_memory=0, policy=policy, **work)).least_bytes
     for budget in (least - 1, least, least + 4095):
         planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy, **work))
@@ -114,7 +110,7 @@ def test_what_is_feasible_is_what_loads(bundle: Path, policy: str | None, work: 
         assert planned.feasible == loads == (budget >= least), budget - least
 
 
-def test_the_command_plans_for_generate(bundle: Path) -> None:
+def test_the_command_plans_for_generate(bundle):
     """With a prompt and new tokens at their most by default; by the same options to the byte."""
     facts = command(bundle, "--device-memory", "1000")
     assert facts["kv_tokens"] == PROMPT + NEW_TOKENS and facts["prefill_tokens"] == PROMPT
@@ -134,7 +130,7 @@ def test_the_command_plans_for_generate(bundle: Path) -> None:
         assert code == 2 and said in err, err  # after a bar of progress
 
 
-def test_the_command(bundle: Path) -> None:
+def test_the_command(bundle):
     budget = enough(bundle, ROOM, kv_tokens=300, batch=2)
     asked = ("--device-memory", str(budget), "--kv-tokens", "300", "--batch", "2", "--json")
     code, out, err = cli("plan", bundle, *asked)
@@ -152,7 +148,7 @@ def test_the_command(bundle: Path) -> None:
         assert re.search(r"used [\d.]+ MB of 40\.00 MB least", text), text
 
 
-def test_a_plan_says_where_not_memory_ends_it(bundle: Path) -> None:
+def test_a_plan_says_where_not_memory_ends_it(bundle):
     """All experts are at the best version that is served, though a better one is there and would fit."""
     for policy, words in (
         ("hotness:lo=stored", "hotness:lo=stored serves nothing above w4, and "),
@@ -171,7 +167,7 @@ def test_a_plan_says_where_not_memory_ends_it(bundle: Path) -> None:
         )
 
 
-def test_what_does_not_fit(bundle: Path) -> None:
+def test_what_does_not_fit(bundle):
     code, out, err = cli("plan", bundle, "--device-memory", "1000000", "--json")
     facts = json.loads(out)
     assert code == 2 and facts["feasible"] is False and facts["expected_relative_loss"] is None
@@ -179,7 +175,7 @@ def test_what_does_not_fit(bundle: Path) -> None:
     assert len(lines) == 1 and f"the least that would do is {facts['least_bytes']} bytes" in lines[0]
 
 
-def test_a_gpu_need_not_be_here(bundle: Path) -> None:
+def test_a_gpu_need_not_be_here(bundle):
     planned = plan(bundle, LoadOptions(device_memory=PLENTY, device="cuda:0"))
     assert planned.feasible and planned.estimated and planned.fixed.activations > 0
     static, live = (
@@ -188,7 +184,7 @@ def test_a_gpu_need_not_be_here(bundle: Path) -> None:
     assert live.fixed.dense - static.fixed.dense == rounding(1, True) - rounding(1, False) == 20 << 20
 
 
-def test_mla_and_weights_kept_in_float32(tmp_path: Path, demo_model: Path, text: Path) -> None:
+def test_mla_and_weights_kept_in_float32(tmp_path, demo_model, text):
     """DeepSeek-V3 keeps its router's correction in float32 whatever the model's dtype."""
     tiny_models.save_tiny("deepseek_v3", tmp_path / "model", demo_model)
     recipe = "versions: [bf16, w2]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\n"
@@ -199,7 +195,7 @@ def test_mla_and_weights_kept_in_float32(tmp_path: Path, demo_model: Path, text:
 
 
 @pytest.mark.parametrize("policy", [QUIET, "hotness:prior=none,interval=1e9"])
-def test_the_bytes_used_are_those_reserved(bundle: Path, policy: str) -> None:
+def test_the_bytes_used_are_those_reserved(bundle, policy):
     """Those that are shown promoted are promoted after loading, and then it is these bytes."""
     budget = enough(bundle, 900_000, policy=policy)
     planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy))
@@ -207,7 +203,7 @@ def test_the_bytes_used_are_those_reserved(bundle: Path, policy: str) -> None:
     model.moepack.manager.device.limit(None)
     wanted = [x.versions for x in planned.per_layer]
 
-    def served() -> bool:
+    def served():
         versions = [{n: row.count(n) for n in x} for x, row in zip(wanted, model.moepack.versions, strict=True)]
         return versions == wanted and model.moepack.resident_bytes() == planned.used_bytes
 

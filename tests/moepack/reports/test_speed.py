@@ -1,31 +1,26 @@
 """The prediction of tokens a second: its arithmetic, by numbers worked out by hand or by simulation."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from moepack.pack.reader import open_bundle
 from moepack.reports.machine_rates import call_seconds, disk_rate, kernel_rate, move_rate
-from moepack.reports.plan import Planned, plan, rows
+from moepack.reports.plan import plan, rows
 from moepack.reports.speed import Rates, TokenBytes, chances, fresh, held_misses, recent_misses, speed, while_moving
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.store.files import Stored
-from moepack.runtime.store.read_ahead import Place
 
 RATES = Rates(memory=10e9, kernels=5e9, disk=2e9, layer=1e-4, moves=1e9)
 
 
-def said(planned: Planned) -> str:
+def said(planned):
     return dict(rows(planned))["speed"]
 
 
-def test_what_takes_a_tokens_time() -> None:
+def test_what_takes_a_tokens_time():
     """1 GB dense and 1 GB of experts: 0.2 s of memory; kernels at half its rate take 0.1 s more, 10 layers 1 ms."""
     found = speed(TokenBytes(10, "w4", 1, 10**9, 10**9), RATES)
     assert found.memory == pytest.approx(0.2) and found.processor == pytest.approx(0.101) and found.disk == 0
@@ -36,7 +31,7 @@ def test_what_takes_a_tokens_time() -> None:
     assert waiting.tokens_per_second == pytest.approx(1 / 0.801)
 
 
-def test_prefetch_hides_behind_the_rest() -> None:
+def test_prefetch_hides_behind_the_rest():
     """1.4 times the bytes, beside memory and processor; at least two fifths of them are waited for."""
     busy = speed(TokenBytes(10, "w4", 1, 10**9, 10**9, 10**9, prefetch=True), RATES)
     assert busy.disk == pytest.approx(1.4 * 0.5 - 0.301)
@@ -44,10 +39,10 @@ def test_prefetch_hides_behind_the_rest() -> None:
     assert idle.disk == pytest.approx(0.4 * 0.05)
 
 
-def test_moves_take_their_share_of_the_cores() -> None:
+def test_moves_take_their_share_of_the_cores():
     """A thread more on two cores: half as long again; a limit of a quarter of its rate, an eighth; none on three."""
 
-    def of(moved: float | None, cores: int = 2, threads: int = 2) -> list[float]:
+    def of(moved, cores=2, threads=2):
         token = TokenBytes(10, "w4", 1, 10**9, 10**9, 10**8, moved=moved)
         rates = Rates(memory=10e9, kernels=10e9, disk=2e9, layer=0.01, moves=8e8)
         found = while_moving(speed(token, rates), token, rates, threads, cores)
@@ -58,25 +53,25 @@ def test_moves_take_their_share_of_the_cores() -> None:
     assert of(1e12) == of(None) and of(None, 3) == of(0.0) == pytest.approx([0.2, 0.1, 0.05])
 
 
-def test_chances_of_a_layers_experts() -> None:
+def test_chances_of_a_layers_experts():
     assert chances(np.array([1.0, 1, 2, 4]), 1).tolist() == [0.125, 0.125, 0.25, 0.5]
     assert chances(np.array([1.0, 1, 1, 97]), 2) == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
     assert chances(np.ones(3), 8).tolist() == [1, 1, 1]
 
 
-def test_locality_is_what_counts_do_not_explain() -> None:
+def test_locality_is_what_counts_do_not_explain():
     even = np.full(8, 0.25)  # independent tokens share a quarter
     assert fresh(even, 0.25) == 1 and fresh(even, 0.625) == pytest.approx(0.5) and fresh(even, 1.0) == 0
     assert fresh(even, 0.1) == 1 and fresh(np.ones(2), 1.0) == 1
 
 
-def test_misses_of_a_fixed_set() -> None:
+def test_misses_of_a_fixed_set():
     rows = [np.array([0.5, 0.25, 0.25]), np.array([1.0, 0.5, 0.5])]
     assert held_misses(rows, [np.array([True, False, False]), np.ones(3, bool)]) == [0.5, 0.0]
 
 
 @pytest.mark.parametrize("capacity", [24, 60, 100])
-def test_misses_of_the_last_used_are_those_of_a_simulated_cache(capacity: int) -> None:
+def test_misses_of_the_last_used_are_those_of_a_simulated_cache(capacity):
     """Two layers of 64 experts with Zipf's popularity, one of each a token: within 3 % of all choices."""
     popular = 1 / np.arange(1, 65)
     rows = [popular / popular.sum(), popular[::-1] / popular.sum()]
@@ -94,10 +89,10 @@ def test_misses_of_the_last_used_are_those_of_a_simulated_cache(capacity: int) -
     assert recent_misses(rows, 128) == [0, 0]
 
 
-def test_a_plan_predicts_by_policy(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_predicts_by_policy(bundle, monkeypatch):
     """Waits where experts are fetched, fewer the more fit; none where all are there; no word where it is not known."""
 
-    def of(policy: str, room: int) -> Planned:
+    def of(policy, room):
         least = plan(bundle, LoadOptions(device_memory=0, policy=policy)).least_bytes
         return plan(bundle, LoadOptions(device_memory=least + room, policy=policy))
 
@@ -118,17 +113,17 @@ def test_a_plan_predicts_by_policy(bundle: Path, monkeypatch: pytest.MonkeyPatch
     assert other.seconds_per_token is None and "at most" in said(other)
 
 
-def test_rates_are_measured(bundle: Path) -> None:
+def test_rates_are_measured(bundle):
     opened = open_bundle(bundle)
     version = opened.manifest.version("w4")
     assert disk_rate(opened, version, 2.0) > 1e6 and 1e-6 < call_seconds() < 1
     assert (kernel_rate(opened, version) or 1e9) > 1e6 and 1e6 < move_rate(opened, version) < 1e11
 
 
-def test_the_disk_is_measured_on_several_experts_of_a_layer(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened, read, seen = open_bundle(bundle), Stored.read_some, set[Place]()
+def test_the_disk_is_measured_on_several_experts_of_a_layer(bundle, monkeypatch):
+    opened, read, seen = open_bundle(bundle), Stored.read_some, set()
 
-    def noted(self: Stored, *given: Any) -> int:
+    def noted(self, *given):
         seen.add(self.place)
         return read(self, *given)
 

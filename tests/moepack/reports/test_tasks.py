@@ -1,9 +1,6 @@
 """Tasks of lm-evaluation-harness, asked of a bundle: one of our own, as the data of others are not to be had here."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from live_models import hurt_when_loaded
@@ -18,7 +15,7 @@ harness = pytest.importorskip("lm_eval.tasks")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     rows = [
         {"question": f"One and {n} is", "choices": [f" {n + 1}", " a very long answer of no use"], "answer": n % 2}
         for n in range(8)
@@ -28,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_task_is_asked_in_a_budget_and_without(bundle: Path, folder: Path) -> None:
+def test_a_task_is_asked_in_a_budget_and_without(bundle, folder):
     free = run_tasks(bundle, ["choices"], LoadOptions(policy="static:bf16"), folder=folder, length=64)
     # Short answers are more likely than long ones, so that half of the questions come out right.
     assert free["choices"]["acc,none"] == 0.5
@@ -39,7 +36,7 @@ def test_a_task_is_asked_in_a_budget_and_without(bundle: Path, folder: Path) -> 
     assert render(free, "bundle").row_count == 2
 
 
-def test_a_task_that_does_not_exist(bundle: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_that_does_not_exist(bundle, folder, monkeypatch):
     """The harness's own tasks stay out: reading them takes ten seconds."""
     made = harness.TaskManager
     monkeypatch.setattr(harness, "TaskManager", lambda include_path, **_: made(None, include_path, False))
@@ -47,7 +44,7 @@ def test_a_task_that_does_not_exist(bundle: Path, folder: Path, monkeypatch: pyt
         run_tasks(bundle, ["choices", "nothing_such"], folder=folder)
 
 
-def test_an_answer_of_nan_is_not_a_wrong_one(bundle: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_of_nan_is_not_a_wrong_one(bundle, folder, monkeypatch):
     """The harness compares likelihoods of NaN, and reported an accuracy."""
     hurt_when_loaded(monkeypatch, tasks)
     with pytest.raises(NotFiniteError, match=r"mini gives logits that are NaN"):

@@ -1,7 +1,5 @@
 """Skip the server's tests without its packages."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("prometheus_client")

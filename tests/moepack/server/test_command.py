@@ -1,7 +1,5 @@
 """`moepack serve`: how soon it answers, how it ends, and its errors when it cannot begin."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json
@@ -14,9 +12,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import psutil
 import pytest
@@ -34,15 +30,14 @@ Start = Callable[..., tuple["subprocess.Popen[str]", str]]
 
 
 @pytest.fixture
-def start(bundle: Path) -> Iterator[Start]:
+def start(bundle):
     """Start the command on a free port, and return it and its address once it answers."""
-    running: list[subprocess.Popen[str]] = []
+    running = []
 
-    def call(*options: str) -> tuple[subprocess.Popen[str], str]:
+    def call(*options):
         command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--port", "0", "--name", "mini", *options]
         environment = {k: v for k, v in os.environ.items() if k != "MOEPACK_API_KEY"}
         running.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
-        assert running[-1].stderr is not None
         for line in running[-1].stderr:
             if found := re.search(r"moepack: serving mini at (http://127.0.0.1:\d+)", line):
                 return running[-1], found[1]
@@ -54,7 +49,7 @@ def start(bundle: Path) -> Iterator[Start]:
         process.wait()
 
 
-def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
+def test_it_answers_soon_and_finishes_what_runs(start):
     """From the start to the first tokens it takes at most twice the processor time of importing what any model of this
     family needs. A stop signal within an answer leaves it whole; new ones are refused; it exits with 0."""
     imports = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe, time; print(time.process_time())"
@@ -62,7 +57,7 @@ def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
     process, url = start("--policy", "hotness", "--device-memory", "5MB", "--step-tokens", "64")
     ask(url, PROMPT, max_tokens=5)
     assert sum(psutil.Process(process.pid).cpu_times()[:2]) < 2 * bare + 1  # user and system
-    answers: list[Any] = []
+    answers = []
     asking = threading.Thread(target=lambda: answers.append(ask(url, PROMPT, max_tokens=150, ignore_eos=True)))
     asking.start()
     wait_for(lambda: b"moepack_running 1.0" in urllib.request.urlopen(f"{url}/metrics").read())
@@ -75,13 +70,13 @@ def test_it_answers_soon_and_finishes_what_runs(start: Start) -> None:
 
 
 @pytest.mark.parametrize("number", (signal.SIGINT, signal.SIGHUP))
-def test_a_stop_that_has_no_time(bundle: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_that_has_no_time(bundle, number, monkeypatch):
     """Ctrl-C, or the end of the terminal, cuts a running answer off after the grace; serving ends without an error."""
     # Under nohup SIGHUP is ignored, and so does not end serving.
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)
-    seen: list[Any] = []
+    seen = []
 
-    def interrupt(told: str) -> None:
+    def interrupt(told):
         url = told.split(" at ")[1]
         body = {"prompt": PROMPT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
         request = urllib.request.Request(
@@ -103,16 +98,14 @@ def test_a_stop_that_has_no_time(bundle: Path, number: signal.Signals, monkeypat
     ("given", "wanted"),
     ((None, ("from the environment",)), (["a", "b"], ("a", "b")), ([""], ("from the environment",))),
 )
-def test_the_key_from_the_environment(
-    given: list[str] | None, wanted: tuple[str, ...], bundle: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_key_from_the_environment(given, wanted, bundle, monkeypatch):
     monkeypatch.setenv("MOEPACK_API_KEY", "from the environment")
     options = options_of(Serve(str(bundle), api_key=given))
     assert (options.keys, options.name, options.body) == (wanted, bundle.name, 4 << 20)
 
 
 @pytest.mark.parametrize(("given", "wanted"), ((None, None), ("off", 0), ("64MiB", 64 << 20)))
-def test_the_most_that_is_kept_of_prompts(given: str | None, wanted: int | None, bundle: Path) -> None:
+def test_the_most_that_is_kept_of_prompts(given, wanted, bundle):
     assert options_of(Serve(str(bundle), prefix_cache=given)).limits.kept_bytes == wanted
 
 
@@ -124,13 +117,13 @@ def test_the_most_that_is_kept_of_prompts(given: str | None, wanted: int | None,
         ({"generation_config": "vllm"}, "generation_config vllm is unknown: it is auto or none"),
     ),
 )
-def test_options_that_are_unknown(given: dict[str, Any], words: str, bundle: Path) -> None:
+def test_options_that_are_unknown(given, words, bundle):
     with pytest.raises(InputError, match=words):
         options_of(Serve(str(bundle), **given))
 
 
-def test_what_cannot_begin_says_why(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(error: type[Exception], words: str, folder: Path = bundle, port: int = 0, **load: Any) -> None:
+def test_what_cannot_begin_says_why(bundle, tmp_path, monkeypatch):
+    def refused(error, words, folder=bundle, port=0, **load):
         with pytest.raises(error, match=words):
             serve(Serve(str(folder), LoadOptions(**load), port=port), lambda where: pytest.fail("it serves"))
 

@@ -1,11 +1,7 @@
 """What is fair between requests: the rule by itself, and a scheduler whose clock is the number of its passes."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -14,7 +10,7 @@ from hypothesis import example, given, settings
 from live_models import wait_for
 
 from moepack.server.batching.fairness import UnreadPrompt, claims, gives_way, joins, shares
-from moepack.server.batching.jobs import Job, JobEvent
+from moepack.server.batching.jobs import Job
 from moepack.server.options import Limits, Sampling
 
 # --- the rule
@@ -25,7 +21,7 @@ PROMPTS = st.lists(st.builds(UnreadPrompt, st.integers(0, 4), LEFT, LEFT, st.non
 
 @given(st.integers(0, 40), PROMPTS, st.integers(1, 64))
 @settings(max_examples=400, deadline=None)
-def test_a_pass_is_shared(decoding: int, prompts: list[UnreadPrompt], room: int) -> None:
+def test_a_pass_is_shared(decoding, prompts, room):
     """It is full if there is enough to read. Nobody reads more than it may, nor what another one reads. The oldest
     request has half of what prompts have, and one that is shorter than all others and fits the other half, all."""
     decodes, given = shares(decoding, prompts, room)
@@ -39,7 +35,7 @@ def test_a_pass_is_shared(decoding: int, prompts: list[UnreadPrompt], room: int)
     if not prompts:
         assert decodes == min(decoding, room)
         return
-    by_request: Counter[int] = Counter()
+    by_request = Counter()
     for n, count in given:
         by_request[prompts[n].request] += count
     oldest = min(one.request for one in prompts)
@@ -49,7 +45,7 @@ def test_a_pass_is_shared(decoding: int, prompts: list[UnreadPrompt], room: int)
     its_own = sum(one.wanted for (request, _), one in first_readers.items() if request == oldest)
     assert by_request[oldest] >= min(its_own, (read + 1) // 2)
     assert len(set(chunks)) == len(chunks)
-    left: Counter[int] = Counter()
+    left = Counter()
     for (request, _), one in first_readers.items():
         left[request] += one.left
     shortest = min(left, key=lambda request: (left[request], request))
@@ -59,14 +55,14 @@ def test_a_pass_is_shared(decoding: int, prompts: list[UnreadPrompt], room: int)
         assert all(counts.get(n) == prompts[n].wanted for n in mine)
 
 
-def test_equal_prompts_are_read_one_after_the_other() -> None:
+def test_equal_prompts_are_read_one_after_the_other():
     """Not side by side, which would end all of them late."""
     prompts = [UnreadPrompt(n, 100, 100) for n in range(3)]
     assert shares(4, prompts, 64) == (4, [(0, 60)])
     assert shares(0, prompts, 128) == (0, [(0, 100), (1, 28)])
 
 
-def test_a_request_is_as_long_as_all_that_it_reads() -> None:
+def test_a_request_is_as_long_as_all_that_it_reads():
     """Two choices of 40 tokens come after one prompt of 50, and before it if they read the same."""
     alone = UnreadPrompt(2, 50, 50)
     assert shares(0, [UnreadPrompt(0, 500, 500), *[UnreadPrompt(1, 40, 40)] * 2, alone], 100)[1] == [(3, 50), (0, 50)]
@@ -75,7 +71,7 @@ def test_a_request_is_as_long_as_all_that_it_reads() -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1), st.lists(st.integers(0, 5), min_size=1))
-def test_places_go_to_who_has_fewest(waiting: list[int], running: list[int]) -> None:
+def test_places_go_to_who_has_fewest(waiting, running):
     held = Counter(running)
     one = joins(waiting, running)
     assert held[waiting[one]] == min(held[request] for request in waiting)
@@ -93,28 +89,28 @@ def test_places_go_to_who_has_fewest(waiting: list[int], running: list[int]) -> 
 class Clocked:
     """A scheduler whose clock is its passes: what is asked in a pass is known to the next one."""
 
-    def __init__(self, **limits: int) -> None:
-        self.due: Callable[[int], None] = lambda number: None  # called in each pass, with its number from 0
-        self.first: dict[int, int] = {}  # the pass that made a request's first token
-        self.asked: dict[int, int] = {}  # the pass in which a request came
-        self.told: dict[tuple[int, int], str] = {}  # the text of a request's choice
-        self.finished: Counter[int] = Counter()
-        self.wanted: dict[int, tuple[list[int], int, int]] = {}  # prompt, answer, choices
-        self.shares: list[Counter[int]] = []  # sequences of each request in a pass
-        self.late: list[Callable[[], None]] = []  # what to do if nobody is left
+    def __init__(self, **limits):
+        self.due = lambda number: None  # called in each pass, with its number from 0
+        self.first = {}  # the pass that made a request's first token
+        self.asked = {}  # the pass in which a request came
+        self.told = {}  # the text of a request's choice
+        self.finished = Counter()
+        self.wanted = {}  # prompt, answer, choices
+        self.shares = []  # sequences of each request in a pass
+        self.late = []  # what to do if nobody is left
         machine = Machine(before=self._before)
         self.bench = Bench(machine, Limits(waiting=1000, context=1000, **limits))
         self.scheduler = self.bench.scheduler
         post = self.scheduler._post
 
-        def posted(events: list[tuple[Job, JobEvent]]) -> None:
+        def posted(events):
             post(events)
             if self.late and not self.scheduler.running and not self.scheduler.waiting:
                 self.late.pop()()
 
         self.scheduler._post = posted
 
-    def _before(self, items: Any) -> None:
+    def _before(self, items):
         running = Counter(one.request for one in self.scheduler._running)
         waiting = {one.request for one in self.scheduler._waiting}
         assert sum(len(item.tokens) for item in items) <= self.scheduler.limits.step_tokens
@@ -123,17 +119,17 @@ class Clocked:
         self.due(self.now)
 
     @property
-    def now(self) -> int:
+    def now(self):
         return len(self.bench.machine.passes)
 
-    def ask(self, prompt: int, answer: int = 1, choices: int = 1) -> int:
+    def ask(self, prompt, answer=1, choices=1):
         """Send a request; return its number."""
         number = len(self.asked)
         tokens = [1 + (number * 7 + n) % 40 for n in range(prompt)]
         self.asked[number] = self.now
         self.wanted[number] = tokens, answer, choices
 
-        def hear(choice: int, event: JobEvent) -> None:
+        def hear(choice, event):
             assert event.error is None
             self.told[number, choice] = self.told.get((number, choice), "") + event.text
             self.first.setdefault(number, self.now - 1)
@@ -144,25 +140,25 @@ class Clocked:
         self.scheduler.submit(jobs)
         return number
 
-    def has_ended(self, number: int) -> bool:
+    def has_ended(self, number):
         return self.finished[number] == self.wanted[number][2]
 
-    def end(self) -> None:
+    def end(self):
         """Wait until all is answered, as each choice is answered alone."""
         wait_for(lambda: all(map(self.has_ended, tuple(self.asked))) and not self.late)
         for number, (prompt, answer, choices) in self.wanted.items():
             assert {self.told[number, n] for n in range(choices)} == {expected(prompt, answer)}
 
-    def waited(self, number: int) -> int:
+    def waited(self, number):
         """Passes between a request and its first token: 1 if the next pass made it."""
         return self.first[number] - self.asked[number]
 
 
 @pytest.fixture
-def clocked() -> Any:
-    made: list[Clocked] = []
+def clocked():
+    made = []
 
-    def call(**limits: int) -> Clocked:
+    def call(**limits):
         made.append(Clocked(**limits))
         return made[-1]
 
@@ -172,12 +168,12 @@ def clocked() -> Any:
 
 
 @pytest.mark.parametrize("others", [[(190, 2, 1)] * 3, [(10, 24, 128)], [(10, 24, 32)] * 4, [(190, 2, 8), (1, 60, 8)]])
-def test_a_short_request_has_its_first_token_in_the_next_pass(others: list[tuple[int, int, int]], clocked: Any) -> None:
+def test_a_short_request_has_its_first_token_in_the_next_pass(others, clocked):
     """Behind long prompts, behind many choices, behind many requests of several, whenever it comes."""
     c = clocked(sequences=8, step_tokens=26)
-    short: list[int] = []
+    short = []
 
-    def due(number: int) -> None:
+    def due(number):
         if number % 5 == 2 and number < 40:
             short.append(c.ask(5, 3))
 
@@ -188,7 +184,7 @@ def test_a_short_request_has_its_first_token_in_the_next_pass(others: list[tuple
     assert len(short) >= 4 and {c.waited(number) for number in short} == {1}
 
 
-def test_a_long_prompt_keeps_its_speed_beside_short_ones(clocked: Any) -> None:
+def test_a_long_prompt_keeps_its_speed_beside_short_ones(clocked):
     """What they read and make is all that it loses, and never more than half of a pass."""
     c = clocked(sequences=8, step_tokens=32)
     c.due = lambda number: c.ask(2, 1) if number % 2 and number < 30 else None
@@ -202,11 +198,11 @@ def test_a_long_prompt_keeps_its_speed_beside_short_ones(clocked: Any) -> None:
     assert c.waited(long) + 1 <= 2 * 300 // 32 + 1, "there are always enough shorter ones to fill a pass"
 
 
-def test_many_choices_end_beside_a_stream_of_others(clocked: Any) -> None:
+def test_many_choices_end_beside_a_stream_of_others(clocked):
     """New requests come in every pass, more than there are places, and each takes a place of the choices but one."""
     c = clocked(sequences=4, step_tokens=16)
 
-    def due(number: int) -> None:
+    def due(number):
         if not c.has_ended(many) and number < 1000:
             c.ask(3, 2)
             c.ask(3, 2)
@@ -226,19 +222,19 @@ ASKED = st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 6), st.i
 @example([(0, 40, 6, 9), (1, 40, 6, 9), (1, 1, 1, 1)], 2, 3)
 @example([(0, 4, 6, 1)] * 8, 5, 1)
 @settings(max_examples=40, deadline=None)
-def test_whatever_comes_all_are_answered_as_alone(asked: list[tuple[int, ...]], sequences: int, step: int) -> None:
+def test_whatever_comes_all_are_answered_as_alone(asked, sequences, step):
     """Requests come after so many passes. `Clocked` checks every pass, and every answer."""
     c = Clocked(sequences=sequences, step_tokens=step)
     left = list(reversed(asked))
     since = 0
 
-    def next_one() -> None:
+    def next_one():
         nonlocal since
         since = c.now
         _, prompt, answer, choices = left.pop()
         c.ask(prompt, answer, choices)
 
-    def due(number: int) -> None:
+    def due(number):
         while left and number - since >= left[-1][0]:
             next_one()
             c.late.pop()

@@ -1,7 +1,5 @@
 """While a model loads: an open port that says how far it is, and an end when loading fails or is stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,9 +8,6 @@ import signal
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from live_models import wait_for
@@ -26,7 +21,7 @@ from moepack.server.http.front import LONGEST, UNKNOWN, Front, Progress, Stopped
 from moepack.server.options import Options
 
 
-def test_progress_in_bytes_and_seconds() -> None:
+def test_progress_in_bytes_and_seconds():
     """The time left and `retry-after` follow from the rate between reports, and fall while nothing is reported."""
     now = 10.0
     found = Progress(lambda: now)
@@ -53,7 +48,7 @@ def test_progress_in_bytes_and_seconds() -> None:
         found.report(800, 1000)
 
 
-def refused(url: str, body: Any = None) -> tuple[int, str | None, Any]:
+def refused(url, body=None):
     """The status, when to come back, and the JSON of a refusal."""
     with pytest.raises(urllib.error.HTTPError) as error:
         post(url, body)
@@ -63,11 +58,11 @@ def refused(url: str, body: Any = None) -> tuple[int, str | None, Any]:
 class Held:
     """Loads in this process that stop at a report until they are let go."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.go, self.words = threading.Event(), list[str]()
+    def __init__(self, monkeypatch):
+        self.go, self.words = threading.Event(), []
         real = command._load
 
-        def load(asked: Serve, report: Callable[[int, int], None]) -> Any:
+        def load(asked, report):
             report(300, 1200)
             assert self.go.wait(PATIENCE)
             return real(asked, report)
@@ -75,25 +70,25 @@ class Held:
         monkeypatch.setattr(command, "_load", load)
 
     @contextlib.contextmanager
-    def shown(self, where: str) -> Iterator[Callable[[int, int], None]]:
+    def shown(self, where):
         self.words.append(where)
         yield lambda done, total: self.words.append(f"{done} of {total}")
 
-    def talk(self, about: Callable[[str], None]) -> None:
+    def talk(self, about):
         """Call `about` with the address, on a thread, once bytes were reported."""
 
-        def run() -> None:
+        def run():
             wait_for(lambda: len(self.words) > 1)
             about(re.sub(".* at ", "", self.words[0]))
 
         threading.Thread(target=run, daemon=True).start()
 
 
-def test_the_port_is_open_while_the_model_loads(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, seen = Held(monkeypatch), list[Any]()
+def test_the_port_is_open_while_the_model_loads(bundle, monkeypatch):
+    held, seen = Held(monkeypatch), []
     loaded = threading.Event()
 
-    def about(url: str) -> None:
+    def about(url):
         try:
             seen.append(refused(f"{url}/health"))
             seen.append(refused(f"{url}/v1/completions", {"prompt": "a"}))
@@ -124,11 +119,11 @@ def test_the_port_is_open_while_the_model_loads(bundle: Path, monkeypatch: pytes
     assert done == total and held.words[0].startswith("mini at http://127.0.0.1:")
 
 
-def test_a_signal_ends_a_load(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_ends_a_load(bundle, monkeypatch):
     """The next report ends it, without an error and without a model that stays."""
     held, before = Held(monkeypatch), set(threading.enumerate())
 
-    def about(url: str) -> None:
+    def about(url):
         os.kill(os.getpid(), signal.SIGINT)
         held.go.set()
 
@@ -138,11 +133,11 @@ def test_a_signal_ends_a_load(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert not [t for t in left if t.name in ("moepack-load", "moepack-migration")]
 
 
-def test_a_model_that_is_loaded_after_the_stop_is_not_started() -> None:
+def test_a_model_that_is_loaded_after_the_stop_is_not_started():
     """It is closed already: what would start it waits in the event loop behind the stop."""
 
     class Loaded:
-        def start(self) -> None:
+        def start(self):
             pytest.fail("it starts")
 
     front = Front(Options("mini", "127.0.0.1"), lambda held, report: None, lambda: pytest.fail("it serves"))

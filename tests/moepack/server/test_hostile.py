@@ -1,7 +1,5 @@
 """Harmful requests get a 4xx or are dropped, and an honest client is answered meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -9,11 +7,9 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running, post
+from server_fixtures import NAME, post
 from support import PATIENCE
 
 from moepack.server.http import guard
@@ -22,7 +18,7 @@ HONEST = {"model": NAME, "prompt": "The history of", "max_tokens": 2, "temperatu
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
-def send(running: Running, raw: bytes, seconds: float = PATIENCE) -> bytes:
+def send(running, raw, seconds=PATIENCE):
     """The answer to these bytes, until the server closes."""
     with socket.create_connection(("127.0.0.1", running.port), timeout=seconds) as peer:
         peer.sendall(raw)
@@ -32,7 +28,7 @@ def send(running: Running, raw: bytes, seconds: float = PATIENCE) -> bytes:
         return out
 
 
-def answered(running: Running, body: bytes | None, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+def answered(running, body, path="/v1/completions", **headers):
     """Status of an answer, and the JSON of one to a completion's request."""
     try:
         status, raw = 200, post(running.url + path, body, **headers)
@@ -42,7 +38,7 @@ def answered(running: Running, body: bytes | None, path: str = "/v1/completions"
 
 
 @pytest.fixture(autouse=True)
-def honest(running: Running) -> Any:
+def honest(running):
     yield
     status, answer = answered(running, json.dumps(HONEST).encode())
     assert status == 200 and answer["choices"][0]["text"]
@@ -73,13 +69,13 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_bodies(running: Running, name: str) -> None:
+def test_bodies(running, name):
     status, answer = answered(running, BODIES[name])
     assert status == 400 and answer["error"]["type"] == "invalid_request_error"
     assert len(answer["error"]["message"]) < 60_000
 
 
-def test_bodies_that_are_too_long(running: Running) -> None:
+def test_bodies_that_are_too_long(running):
     """By their declared length, and by the bytes that come without one."""
     assert answered(running, b" " * ((1 << 16) + 1))[0] == 413
     close = POST + b"Connection: close\r\n"
@@ -105,7 +101,7 @@ CLOSE = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
         (b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"405"),
     ),
 )
-def test_what_is_no_http(running: Running, raw: bytes, status: bytes) -> None:
+def test_what_is_no_http(running, raw, status):
     try:
         answer = send(running, raw)
     except ConnectionError:
@@ -121,12 +117,12 @@ def test_what_is_no_http(running: Running, raw: bytes, status: bytes) -> None:
         "/v1/completions/",        "/.git/config", "/\\..\\..", "/docs",
     ),
 )  # fmt: skip
-def test_paths(running: Running, path: str) -> None:
+def test_paths(running, path):
     answer = send(running, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
     assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 400 ", b"HTTP/1.1 307 ")) and b"root:" not in answer
 
 
-def test_a_web_page_cannot_use_it(running: Running) -> None:
+def test_a_web_page_cannot_use_it(running):
     """Forms, which a browser sends to any address, and other host names are refused; no other origin is permitted."""
     body = json.dumps(HONEST).encode()
     assert answered(running, body, Content_Type="text/plain")[0] == 415
@@ -140,7 +136,7 @@ def test_a_web_page_cannot_use_it(running: Running) -> None:
     assert b"access-control" not in send(running, head + b"Access-Control-Request-Method: POST\r\n\r\n").lower()
 
 
-def test_clients_that_are_slow(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clients_that_are_slow(running, monkeypatch):
     """Headers letter by letter, nothing at all, a body that stops, a second request that never ends."""
     monkeypatch.setattr(guard, "HEADERS", 0.5)
     monkeypatch.setattr(guard, "BODY", 0.5)
@@ -165,48 +161,48 @@ def test_clients_that_are_slow(running: Running, monkeypatch: pytest.MonkeyPatch
             pass
 
 
-def test_a_send_without_a_reader_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_send_without_a_reader_ends(monkeypatch):
     from moepack.server.http import answer
 
     monkeypatch.setattr(answer, "PATIENCE", 0.05)
 
-    async def never(message: Any) -> None:
+    async def never(message):
         await asyncio.sleep(60)
 
     with pytest.raises(TimeoutError):
         asyncio.run(answer._sent(never, {"type": "http.response.body"}))
 
 
-def test_a_stream_is_not_silent_before_its_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_is_not_silent_before_its_first_token(monkeypatch):
     """Comments, which no client shows, keep clients from giving up."""
     from moepack.server.http import answer
 
     monkeypatch.setattr(answer, "SILENCE", 0.01)
-    sent: list[bytes] = []
+    sent = []
     enough = asyncio.Event()
 
     class Reply:
         done = b"done"
 
-        async def chunks(self, batches: Any) -> AsyncIterator[list[dict[str, Any]]]:
+        async def chunks(self, batches):
             await enough.wait()
             yield [{"n": 1}]
             yield [{"n": 2}]
 
-        def event(self, value: dict[str, Any]) -> bytes:
+        def event(self, value):
             return b"%d" % value["n"]
 
-    async def send(message: Any) -> None:
+    async def send(message):
         sent.append(message.get("body"))
         if len(sent) == 3:
             enough.set()
 
-    made = answer.Streamed(Reply(), None, {})  # type: ignore[arg-type]
-    asyncio.run(made({}, send, send))  # type: ignore[arg-type]
+    made = answer.Streamed(Reply(), None, {})
+    asyncio.run(made({}, send, send))
     assert sent == [None, answer.COMMENT, answer.COMMENT, b"1", b"2", b"done"]
 
 
-def test_a_client_that_does_not_read(running: Running) -> None:
+def test_a_client_that_does_not_read(running):
     """It asks for much and reads nothing: others are answered, and its own answers end."""
     running.idle()
     much = {**HONEST, "max_tokens": 100, "n": 4, "stream": True, "ignore_eos": True, "logprobs": 20}
@@ -220,7 +216,7 @@ def test_a_client_that_does_not_read(running: Running) -> None:
         running.idle()
 
 
-def test_a_key(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key(running, monkeypatch):
     app = running.server.app
     monkeypatch.setattr(app, "_keys", [b"other", b"secret"])
     body = json.dumps(HONEST).encode()
@@ -235,17 +231,17 @@ def test_a_key(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_keys", [])
 
 
-def test_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bytes, bytes]] = []
-    real: Callable[[bytes, bytes], bool] = guard.hmac.compare_digest
+def test_keys_are_compared_in_constant_time(monkeypatch):
+    seen = []
+    real = guard.hmac.compare_digest
     monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: (seen.append((a, b)), real(a, b))[1])
-    asked = guard.Guard(None, ["key", "more"], "0.0.0.0")  # type: ignore[arg-type]
+    asked = guard.Guard(None, ["key", "more"], "0.0.0.0")
     headers = [(b"authorization", b"Bearer nope"), (b"host", b"any")]
     scope = {"type": "http", "path": "/live", "raw_path": b"/live", "query_string": b"", "headers": headers}
     assert asked._refused(scope) is not None and seen == [(b"nope", b"key"), (b"nope", b"more")]
 
 
-def test_idle_connections_make_room(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_make_room(running, monkeypatch):
     """Many more than there may be, which send nothing: others are answered, and few are left open."""
     kinds = guard.Patient.__subclasses__()
     for kind in kinds:
@@ -258,35 +254,35 @@ def test_idle_connections_make_room(running: Running, monkeypatch: pytest.Monkey
         assert max(len(kind.idle) for kind in kinds) <= 21
 
 
-def test_requests_beyond_the_most_are_refused_as_json() -> None:
+def test_requests_beyond_the_most_are_refused_as_json():
     """But for /health; and others come again once one has ended."""
-    said: list[Any] = []
+    said = []
 
-    async def send(message: Any) -> None:
+    async def send(message):
         said.append(message)
 
-    async def run() -> None:
+    async def run():
         ends = asyncio.Event()
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def app(scope, receive, send):
             await ends.wait()
 
         bounded = guard.Bounded(app, 1)
         scope = {"type": "http", "path": "/v1/completions"}
-        first = asyncio.create_task(bounded(scope, None, send))  # type: ignore[arg-type]
+        first = asyncio.create_task(bounded(scope, None, send))
         await asyncio.sleep(0)
-        await bounded(scope, None, send)  # type: ignore[arg-type]
-        health = asyncio.create_task(bounded({**scope, "path": "/health"}, None, send))  # type: ignore[arg-type]
+        await bounded(scope, None, send)
+        health = asyncio.create_task(bounded({**scope, "path": "/health"}, None, send))
         ends.set()
         await asyncio.gather(first, health)
-        await bounded(scope, None, send)  # type: ignore[arg-type]
+        await bounded(scope, None, send)
 
     asyncio.run(run())
     assert [message.get("status") for message in said] == [503, None]
     assert json.loads(said[1]["body"])["error"]["code"] == "too_many_connections"
 
 
-def test_a_client_that_leaves_within_its_upload(running: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_leaves_within_its_upload(running, caplog):
     with socket.create_connection(("127.0.0.1", running.port), timeout=PATIENCE) as peer:
         peer.sendall(POST + b'Content-Length: 1000\r\n\r\n{"mod')
     assert answered(running, json.dumps(HONEST).encode())[0] == 200

@@ -1,12 +1,9 @@
 """Very many values, schemas that grow, many tools: refused before the costly step, which is counted here."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running
+from server_fixtures import NAME
 
 from moepack.server.batching import grammar, schema_limits
 from moepack.server.batching.grammar import Grammars
@@ -21,18 +18,18 @@ SAID = [{"role": "user", "content": "?"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
-def schema(**fields: Any) -> dict[str, Any]:
+def schema(**fields):
     return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
 
 
-def nested(levels: int) -> dict[str, Any]:
-    made: dict[str, Any] = {"type": "integer"}
+def nested(levels):
+    made = {"type": "integer"}
     for _ in range(levels):
         made = schema(a=made)
     return made
 
 
-def refused(raw: bytes) -> bool:
+def refused(raw):
     try:
         check_values(raw)
     except ApiError as error:
@@ -41,7 +38,7 @@ def refused(raw: bytes) -> bool:
     return False
 
 
-def test_bodies_of_many_values() -> None:
+def test_bodies_of_many_values():
     """Exactly at the limits, whatever stands in texts; a text may be cut off or end in a backslash."""
     assert not refused(b"[" + b"0," * COMMAS + b"0]") and refused(b"[" + b"0," * (COMMAS + 1) + b"0]")
     assert not refused(b"[" * NESTED) and refused(b"[" * (NESTED + 1))
@@ -52,8 +49,8 @@ def test_bodies_of_many_values() -> None:
     assert refused(b'"a",' * (COMMAS + 1))
 
 
-def test_such_a_body_is_not_read_as_json(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
+def test_such_a_body_is_not_read_as_json(running, monkeypatch):
+    read = []
     monkeypatch.setattr(json_body, "COMMAS", 1000)
     monkeypatch.setattr(app, "parse_json", lambda raw: read.append(len(raw)))
     with pytest.raises(openai.BadRequestError, match=r"the body has more than 1,000 values"):
@@ -71,9 +68,9 @@ def test_such_a_body_is_not_read_as_json(running: Running, monkeypatch: pytest.M
         ({f"f{n}": 1 for n in range(100_000)}, "f0: is not supported"),
     ),
 )
-def test_one_wrong_value_ends_the_reading(given: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wrong_value_ends_the_reading(given, words, monkeypatch):
     """Of very many wrong values few make an error each: pydantic takes 20 us for one."""
-    seen: list[int] = []
+    seen = []
     real = models._refusal
     monkeypatch.setattr(models, "_refusal", lambda errors, *more: (seen.append(len(errors)), real(errors, *more))[1])
     with pytest.raises(ApiError, match=words):
@@ -81,7 +78,7 @@ def test_one_wrong_value_ends_the_reading(given: dict[str, Any], words: str, mon
     assert seen[0] < 4
 
 
-def doubling(levels: int) -> dict[str, Any]:
+def doubling(levels):
     defs = {
         f"d{n}": {"allOf": [{"anyOf": [{"$ref": f"#/$defs/d{n + 1}"}, schema(**{f"k{n}{j}": {}})]} for j in range(3)]}
         for n in range(levels)
@@ -108,8 +105,8 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_schemas_reach_no_grammar(name: str, running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
+def test_large_schemas_reach_no_grammar(name, running, monkeypatch):
+    made = []
     monkeypatch.setattr(Grammars, "_check", lambda *given: made.append("grammar"))
     grammars = running.server._grammars
     for call in (grammars.of_schema, lambda given: grammars.of_calls({"f": given}, lambda: "start: x")):
@@ -129,7 +126,7 @@ def test_large_schemas_reach_no_grammar(name: str, running: Running, monkeypatch
 UUID = "^([0-9a-f]{8}-[0-9a-f]{4}-[1-8][0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}|0{8}-0{4}-0{4}-0{4}-0{12})$"
 
 
-def test_what_schemas_of_libraries_hold_is_kept_to(running: Running) -> None:
+def test_what_schemas_of_libraries_hold_is_kept_to(running):
     """Zod writes bounds of whole numbers and patterns of identifiers; only counts inside counts multiply."""
     pytest.importorskip("llguidance")
     whole = {"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1}
@@ -143,7 +140,7 @@ def test_what_schemas_of_libraries_hold_is_kept_to(running: Running) -> None:
     ]
 
 
-def test_a_grammar_that_fails_ends_no_answer(running: Running) -> None:
+def test_a_grammar_that_fails_ends_no_answer(running):
     """Where a limit stops it within an answer, half of the JSON is not taken for all of it."""
     pytest.importorskip("llguidance")
     mask = running.server._grammars.of_schema(schema(a={"enum": ["x"]}))()
@@ -154,18 +151,18 @@ def test_a_grammar_that_fails_ends_no_answer(running: Running) -> None:
             ask()
 
 
-def test_values_inside_a_text() -> None:
+def test_values_inside_a_text():
     """Arguments of an earlier call are JSON in a text, where the body's values were not counted."""
     with pytest.raises(ApiError, match="the body has more than"):
         toolbox.as_object('{"a": [' + "[]," * NESTED + "0]}")
     assert toolbox.as_object('{"a": [[]]}') == {"a": [[]]}
 
 
-def test_what_is_left_has_limits(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_has_limits(running, monkeypatch):
     """A schema within these sizes is refused where llguidance's own limits stop its grammar; others are answered."""
     pytest.importorskip("llguidance")
 
-    def ask() -> Any:
+    def ask():
         tool = {"type": "function", "function": {"name": "f", "parameters": schema(a={"enum": ["x"]})}}
         more = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 100}
         return running.client().chat.completions.create(model=NAME, messages=SAID, **more)

@@ -10,15 +10,13 @@ import functools
 import json
 import re
 import urllib.error
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from live_models import hurt_expert, hurt_when_loaded
-from server_fixtures import NAME, Running, post
+from server_fixtures import NAME, post
 from support import cli
 
 import moepack
@@ -40,9 +38,9 @@ LONG = 70  # tokens: a whole chunk of a prompt, and a rest
 hurt = functools.partial(hurt_expert, layer=LAYER)
 
 
-def chosen(model: Any, tokens: list[int]) -> set[int]:
+def chosen(model, tokens):
     """The experts of the layer that tokens reach."""
-    found: set[int] = set()
+    found = set()
     take = lambda _, args: found.update(args[1].flatten().tolist())  # noqa: E731
     hook = model.model.layers[LAYER].mlp.experts.register_forward_pre_hook(take)
     with torch.inference_mode():
@@ -60,14 +58,14 @@ class Cause(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def twin(bundle: Path) -> Iterator[Any]:
+def twin(bundle):
     """The model of the server `exact`, which no server runs."""
     model = moepack.load(bundle, policy="static:bf16", dtype=torch.float32)
     yield model
     model.moepack.close()
 
 
-def cause_in(model: Any) -> Cause:
+def cause_in(model):
     random = np.random.default_rng(0)
     bad, *prompts = (random.integers(1, 4000, 3).tolist() for _ in range(20))
     for good in prompts:
@@ -78,13 +76,13 @@ def cause_in(model: Any) -> Cause:
 
 
 @pytest.fixture(scope="module")
-def cause(twin: Any) -> Cause:
+def cause(twin):
     return cause_in(twin)
 
 
 SAMPLED = {"temperature": 1.0, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "one"}], "max_tokens": 4}
-REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+REQUESTS = {
     "a completion": ("/v1/completions", {"prompt": None, "max_tokens": 4, "temperature": 0}),
     "a drawn one": ("/v1/completions", {"prompt": None, "max_tokens": 4, **SAMPLED}),
     "of the likeliest": ("/v1/completions", {"prompt": None, "max_tokens": 4, **SAMPLED, "top_p": 0.5}),
@@ -102,7 +100,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("stream", (False, True), ids=("whole", "streamed"))
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_a_request_ends_with_an_error_that_says_so(kind: str, stream: bool, exact: Running, cause: Cause) -> None:
+def test_a_request_ends_with_an_error_that_says_so(kind, stream, exact, cause):
     """It was an empty answer with status 200, or "the model's answer could not be read"."""
     path, body = REQUESTS[kind]
     body = {"model": NAME, **body, **({"stream": True} if stream else {})}
@@ -132,18 +130,18 @@ def test_a_request_ends_with_an_error_that_says_so(kind: str, stream: bool, exac
         )
 
 
-def test_it_is_counted_and_health_says_it(exact: Running, cause: Cause) -> None:
+def test_it_is_counted_and_health_says_it(exact, cause):
     """The server goes on: a prompt that reaches a damaged expert is no reason to start it anew."""
     expert, bad, good = cause
 
-    def counted() -> tuple[float, int]:
+    def counted():
         metrics = post(f"{exact.url}/metrics", None).decode()
         value = re.search(r"^moepack_sequences_not_finite_total (\S+)$", metrics, re.M)
         health = json.loads(post(f"{exact.url}/health", None))
         assert value and "# HELP moepack_sequences_not_finite_total " in metrics and health["status"] == "ok"
         return float(value[1]), health["answers"]["not_finite"]
 
-    def ask(prompt: list[int]) -> str:
+    def ask(prompt):
         body = {"model": NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0}
         return str(json.loads(post(f"{exact.url}/v1/completions", body))["choices"][0]["text"])
 
@@ -158,20 +156,20 @@ def test_it_is_counted_and_health_says_it(exact: Running, cause: Cause) -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("version", ("bf16", "w4", "w2"))
-def test_others_of_a_pass_and_later_ones_are_as_they_were(version: str, dtype: torch.dtype, bundle: Path) -> None:
+def test_others_of_a_pass_and_later_ones_are_as_they_were(version, dtype, bundle):
     """To the bit: beside a NaN, of weights or of scales, and in memory that a NaN has left."""
     model = moepack.load(bundle, policy=f"static:{version}", dtype=dtype)
     expert, bad, good = cause_in(model)
     engine = Engine(model, 256)
 
-    def answered(*prompts: list[int]) -> list[torch.Tensor]:
+    def answered(*prompts):
         """The logits of a pass over the prompts, and of one of a token each."""
         slots = [engine.add(8) for _ in prompts]
         out = engine.run([StepInput(s, p) for s, p in zip(slots, prompts, strict=True)])
         more = engine.run([StepInput(s, [7]) for s in slots])
         for slot in slots:
             engine.remove(slot)
-        return [torch.cat(pair) for pair in zip(out, more, strict=True)]  # type: ignore[arg-type]
+        return [torch.cat(pair) for pair in zip(out, more, strict=True)]
 
     fine, alone = answered(bad, good, bad), answered(good)
     with hurt(model, expert):
@@ -182,7 +180,7 @@ def test_others_of_a_pass_and_later_ones_are_as_they_were(version: str, dtype: t
     model.moepack.close()
 
 
-def test_what_a_failed_prompt_left_is_not_kept(exact: Running, twin: Any) -> None:
+def test_what_a_failed_prompt_left_is_not_kept(exact, twin):
     """Its keys and values were kept before its logits were looked at: a good version of the expert did not help."""
     random = np.random.default_rng(1)
     prompt = random.integers(1, 4000, LONG).tolist()
@@ -201,7 +199,7 @@ def test_what_a_failed_prompt_left_is_not_kept(exact: Running, twin: Any) -> Non
 
 @pytest.mark.parametrize("row", ([NAN, 1.0, 2.0], [INF, 1.0, 2.0], [-INF, -INF, -INF]))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_every_way_to_choose_refuses_a_row(row: list[float], dtype: torch.dtype) -> None:
+def test_every_way_to_choose_refuses_a_row(row, dtype):
     """And none takes the numbers of another row; negative infinity may rule a token out."""
     logits = torch.tensor(row, dtype=dtype)
     device = torch.device("cpu")
@@ -210,7 +208,7 @@ def test_every_way_to_choose_refuses_a_row(row: list[float], dtype: torch.dtype)
         {"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0, "top_logprobs": 1},
         {"temperature": 0.0, "bias": {0: -100.0}},
     ):  # fmt: skip
-        sampler = Sampler(Sampling(**how), [1], device)  # type: ignore[arg-type]
+        sampler = Sampler(Sampling(**how), [1], device)
         with pytest.raises(NotFiniteError, match=r"^the model gives logits that are NaN or infinite"):
             sampler.choose(logits)
         assert sampler.choose(mask).token in (1, 2)
@@ -224,7 +222,7 @@ def test_every_way_to_choose_refuses_a_row(row: list[float], dtype: torch.dtype)
         greedy.choose(logits, NONE)
 
 
-def test_a_policys_sums_of_gates_stay_numbers() -> None:
+def test_a_policys_sums_of_gates_stay_numbers():
     """One token's NaN would have stayed in the scores of its experts."""
     counters = Counters((3,), (GATES,), torch.device("cpu"))
     counters.mask = torch.tensor([1, 0])
@@ -234,11 +232,11 @@ def test_a_policys_sums_of_gates_stay_numbers() -> None:
     assert counters.layer(0)[1][GATES].tolist() == [0.5, 0.0, 0.0]
 
 
-def test_text_and_chats_end_with_it(bundle: Path, cause: Cause) -> None:
+def test_text_and_chats_end_with_it(bundle, cause):
     """A session that failed answers later, from none of what it has read."""
     with Session(bundle, LoadOptions(policy="static:bf16", dtype="float32")) as session:
         session.load(128, 64)
-        told: list[str] = []
+        told = []
         with hurt(session.model, cause.expert):
             assert session.go_on(cause.good, 4)
             with pytest.raises(NotFiniteError, match=f"^{re.escape(str(bundle))}: the model gives logits"):
@@ -249,7 +247,7 @@ def test_text_and_chats_end_with_it(bundle: Path, cause: Cause) -> None:
 
 
 @pytest.mark.parametrize("how", ("do_sample", "num_beams", "assistant_model", "max_length"))
-def test_transformers_own_generate_raises(how: str, twin: Any, cause: Cause) -> None:
+def test_transformers_own_generate_raises(how, twin, cause):
     """It returned the token whose number a NaN's place is; assisted decoding looks at several positions at once."""
     given = {
         "do_sample": how == "do_sample",
@@ -264,7 +262,7 @@ def test_transformers_own_generate_raises(how: str, twin: Any, cause: Cause) -> 
         twin.generate(torch.tensor([cause.good]), **given | {"do_sample": False, "num_beams": 1})
 
 
-def test_eval_names_window_and_policy(bundle: Path, evaluation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_names_window_and_policy(bundle, evaluation, monkeypatch):
     """A perplexity of NaN was printed as a result."""
     hurt_when_loaded(monkeypatch, opening)
     code, out, err = cli(

@@ -1,12 +1,8 @@
 """Packed passes: every family's answers are those of plain transformers; rows hold the bytes that they report."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,21 +22,21 @@ LENGTHS = (3, 40, 17, 1)
 PACKED = ("qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next")
 
 
-def model_of(family: str, folder: Path, **extra: Any) -> Any:
+def model_of(family, folder, **extra):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(save_tiny(family, folder / family, dtype=torch.float32, **extra)).eval()
 
 
-def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+def prompts_of(lengths=LENGTHS):
     torch.manual_seed(1)
     return [torch.randint(1, 4096, (n,)).tolist() for n in lengths]
 
 
-def answers(engine: Engine, prompts: list[list[int]], apart: int = 2, chunk: int = STEP) -> list[tuple[list[int], Any]]:
+def answers(engine, prompts, apart=2, chunk=STEP):
     """Greedy answers. Each sequence joins `apart` steps after the one before it; prompts are read in chunks."""
     tokens, logits = [list(p) for p in prompts], [[] for _ in prompts]
-    slots: list[CacheSlot | None] = [None] * len(prompts)
+    slots = [None] * len(prompts)
     step = 0
     while any(len(row) < NEW for row in logits):
         items, who = [], []
@@ -61,7 +57,7 @@ def answers(engine: Engine, prompts: list[list[int]], apart: int = 2, chunk: int
     return [(row[len(p) :], torch.stack(x)) for row, p, x in zip(tokens, prompts, logits, strict=True)]
 
 
-def plain_answers(model: Any, prompts: list[list[int]]) -> list[tuple[list[int], Any]]:
+def plain_answers(model, prompts):
     out = []
     for prompt in prompts:
         made = model.generate(
@@ -73,7 +69,7 @@ def plain_answers(model: Any, prompts: list[list[int]]) -> list[tuple[list[int],
 
 
 @pytest.mark.parametrize("family", PACKED)
-def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) -> None:
+def test_answers_are_those_of_plain_transformers(family, tmp_path):
     """Windows and sinks (gpt_oss), latents (deepseek), states (qwen3_next): logits differ by rounding alone."""
     model = model_of(family, tmp_path)
     wanted = plain_answers(model, prompts_of())
@@ -96,9 +92,7 @@ def test_answers_are_those_of_plain_transformers(family: str, tmp_path: Path) ->
         ("phimoe", {"rope_parameters": LONGROPE}, "longrope"),
     ),
 )
-def test_what_cannot_be_packed_is_served_one_by_one(
-    family: str, extra: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_packed_is_served_one_by_one(family, extra, why, tmp_path, caplog):
     model = model_of(family, tmp_path, **extra)
     wanted = plain_answers(model, prompts_of())
     engine = Engine(model, STEP)
@@ -107,14 +101,14 @@ def test_what_cannot_be_packed_is_served_one_by_one(
     assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
 
 
-def test_a_model_that_changes_its_cache_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_changes_its_cache_is_found_out(tmp_path, monkeypatch):
     """Planted: an attention that doubles its keys after its cache. The first pass fails; then each sequence has one."""
     from transformers.models.qwen3_moe import modeling_qwen3_moe as code
 
     model = model_of("qwen3_moe", tmp_path)
     forward = code.ALL_ATTENTION_FUNCTIONS.get_interface
 
-    def doubled(name: str, default: Any) -> Any:
+    def doubled(name, default):
         inner = forward(name, default)
         return lambda module, q, k, v, *a, **given: inner(module, q, 2 * k, v, *a, **given)
 
@@ -128,7 +122,7 @@ def test_a_model_that_changes_its_cache_is_found_out(tmp_path: Path, monkeypatch
     assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
 
 
-def test_attention_that_sees_more_than_its_cache_keeps_is_found_out(tmp_path: Path) -> None:
+def test_attention_that_sees_more_than_its_cache_keeps_is_found_out(tmp_path):
     """As in qwen3_omni_moe_thinker: the configuration has a window, so caches have, and no layer's attention does."""
     model = model_of("qwen3_moe", tmp_path, sliding_window=16, use_sliding_window=True)
     for layer in model.model.layers:
@@ -140,7 +134,7 @@ def test_attention_that_sees_more_than_its_cache_keeps_is_found_out(tmp_path: Pa
     assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
 
 
-def test_the_comparison_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_can_fail(tmp_path, monkeypatch):
     """Planted: queries that see one key too few."""
     model = model_of("qwen3_moe", tmp_path)
     wanted = plain_answers(model, prompts_of())
@@ -153,7 +147,7 @@ def test_the_comparison_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("family", "windows"), (("qwen3_moe", [None, None]), ("gpt_oss", [32, None])))
-def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_path: Path) -> None:
+def test_rows_say_what_they_hold(family, windows, tmp_path):
     """Held bytes are exact after every step; the predicted bytes are never fewer."""
     model = model_of(family, tmp_path)
     assert windows_of(model.config) == windows
@@ -176,24 +170,24 @@ def test_rows_say_what_they_hold(family: str, windows: list[int | None], tmp_pat
     assert rows.held_bytes == shape.bytes(slots[1].room, STEP)
 
 
-def test_bytes_by_hand() -> None:
+def test_bytes_by_hand():
     assert CacheShape(10).bytes(100, 8) == 1000
     assert [CacheShape(10, fixed=7).bytes(room, 8) for room in (0, 100)] == [0, 1007]
     assert CacheShape(10, ((4, 32),)).bytes(20, 8) == 280  # the window is not full yet
     assert CacheShape(10, ((4, 32),)).bytes(100, 8) == 1000 + 4 * (31 + 8)
 
 
-def test_the_shape_is_read_from_what_was_measured(tmp_path: Path) -> None:
+def test_the_shape_is_read_from_what_was_measured(tmp_path):
     engine = Engine(model_of("gpt_oss", tmp_path), STEP)
 
     parts = ((0, 64, 64 * 31), (0, 64, 64 * 31), (8, 0, None), (0, 64, None), (0, 64, None))
-    engine._watch = SimpleNamespace(shape=KvShape(parts))  # type: ignore[assignment]
+    engine._watch = SimpleNamespace(shape=KvShape(parts))
     assert engine._shape() == CacheShape(128, ((128, 32),))
     engine._with_states = frozenset([1])
     assert engine._shape() == CacheShape(128, ((128, 32),), fixed=8)
 
 
-def test_a_cache_is_gone_when_its_last_row_is(tmp_path: Path) -> None:
+def test_a_cache_is_gone_when_its_last_row_is(tmp_path):
     """Without a garbage collection: the budget counts it while it lives."""
     engine = Engine(model_of("qwen3_moe", tmp_path), STEP)
     gc.collect()

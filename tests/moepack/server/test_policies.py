@@ -1,19 +1,14 @@
 """Every policy under the server. Concurrent answers equal lone ones where no version changes, and a policy hears of
 each sequence of a packed pass."""
 
-from __future__ import annotations
-
 import concurrent.futures
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from listening import Listener, heard, listened_to
 from live_models import least, wait_for
-from server_fixtures import Options, Running, ask, serving
+from server_fixtures import ask, serving
 
 import moepack
 from moepack.pack.errors import InputError
@@ -33,8 +28,8 @@ ATTENTION = "importance:hi=w4,lo=w2"  # reads attention weights, which packed pa
 
 
 @contextmanager
-def served(bundle: Path, tokenizer: Any, options: Options, policy: str) -> Iterator[Running]:
-    room: dict[str, Any] = {"prefill_tokens": 64, "all_logits": False, "kv_tokens": 256, "dtype": torch.float32}
+def served(bundle, tokenizer, options, policy):
+    room = {"prefill_tokens": 64, "all_logits": False, "kv_tokens": 256, "dtype": torch.float32}
     if policy.startswith("static"):
         model = moepack.load(bundle, policy=policy, dtype=torch.float32)
     else:
@@ -52,9 +47,7 @@ def served(bundle: Path, tokenizer: Any, options: Options, policy: str) -> Itera
         ("prefill:hi=bf16,k=4,bits=3", True), ("paged", False),
     ],
 )  # fmt: skip
-def test_requests_at_once_are_answered_as_alone(
-    policy: str, changes: bool, bundle: Path, tokenizer: Any, options: Options
-) -> None:
+def test_requests_at_once_are_answered_as_alone(policy, changes, bundle, tokenizer, options):
     with served(bundle, tokenizer, options, policy) as server:
         limits = {"max_tokens": 12, "ignore_eos": True}
         alone = [ask(server.url, prompt, **limits)["text"] for prompt in PROMPTS]
@@ -76,12 +69,12 @@ def test_requests_at_once_are_answered_as_alone(
 
 
 @pytest.fixture
-def engine(bundle: Path) -> Iterator[Engine]:
+def engine(bundle):
     with listened_to(bundle) as model:
         yield Engine(model, STEP)
 
 
-def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -> None:
+def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine):
     """Three sequences overlap; one prompt comes in two chunks, the last of one token. Each sequence has its own events,
     and its prompt's counts equal those of the same prompt read alone."""
     prompts = [list(range(5, 5 + n)) for n in (7, 9, 3)]
@@ -119,7 +112,7 @@ def test_every_sequence_of_a_packed_pass_is_heard_of_by_itself(engine: Engine) -
             assert row == pytest.approx(other, rel=2e-2, abs=2e-3), "bfloat16's order"
 
 
-def test_of_a_prompt_that_is_kept_in_part_the_rest_is_heard(bundle: Path) -> None:
+def test_of_a_prompt_that_is_kept_in_part_the_rest_is_heard(bundle):
     """It is a sequence of its own, whose only chunk is what was read; even a single token is of a prompt."""
     with listened_to(bundle) as model:
         engine = Engine(model, 256, 1 << 30)
@@ -139,11 +132,11 @@ def test_of_a_prompt_that_is_kept_in_part_the_rest_is_heard(bundle: Path) -> Non
         assert read == [[TOP_K * n] * 4 for n in (130, 2, 1)]
 
 
-def test_a_row_that_is_read_again_is_a_sequence_of_its_own() -> None:
+def test_a_row_that_is_read_again_is_a_sequence_of_its_own():
     """A sequence that gave up its cache begins anew."""
     rows, sequences = PackedKvCache([None], None, 8), Sequences()
 
-    def reads(*parts: tuple[Any, int, bool]) -> list[tuple[int, int, bool, bool]]:
+    def reads(*parts):
         with (
             rows.passing([RowInput(*p) for p in parts]),
             sequences.reading({"input_ids": torch.zeros(1, 4), "past_key_values": rows}) as found,
@@ -161,14 +154,12 @@ def test_a_row_that_is_read_again_is_a_sequence_of_its_own() -> None:
     assert reads((other, 1, False), (again, 5, True)) == [(2, 0, False, False), (3, 5, True, False)]
 
 
-def test_prefill_places_by_the_prompts_of_those_who_decode(
-    bundle: Path, tokenizer: Any, options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prefill_places_by_the_prompts_of_those_who_decode(bundle, tokenizer, options, monkeypatch):
     """While two sequences run, the importance is the mean of both prompts' (policies/prefill.py)."""
-    seen: list[int] = []
+    seen = []
     merged = Prefill._merged
 
-    def counting(self: Prefill) -> Any:
+    def counting(self):
         seen.append(len(self._decoding()))
         return merged(self)
 
@@ -181,7 +172,7 @@ def test_prefill_places_by_the_prompts_of_those_who_decode(
     assert seen == [1, 2] or seen[0] == 2
 
 
-def test_what_cannot_be_served_is_refused_by_name(bundle: Path) -> None:
+def test_what_cannot_be_served_is_refused_by_name(bundle):
     tight = least(bundle, "uniform", kv_tokens=0, prefill_tokens=256, all_logits=False) + 10_000
     for policy, memory, held, words in (
         ("hotnes", "5MB", None, "policy 'hotnes' is unknown.*did you mean hotness"),

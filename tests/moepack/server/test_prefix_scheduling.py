@@ -1,10 +1,5 @@
 """Kept prompts and the scheduler: who waits for whom, what is kept again, and what is left in the end."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from live_models import wait_for
@@ -13,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching.engine import Engine
-from moepack.server.batching.jobs import Job, JobEvent
+from moepack.server.batching.jobs import Job
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
 from moepack.server.options import Limits, Sampling
@@ -22,30 +17,30 @@ SYSTEM = [1 + n * 37 % 900 for n in range(200)]  # three whole chunks and a rest
 
 
 @pytest.fixture
-def scheduled(tmp_path: Path, tokenizer: Any) -> Any:
+def scheduled(tmp_path, tokenizer):
     """Makes a scheduler that keeps so many bytes, a list of its passes, and a function that gets a prompt answered."""
     saved = save_tiny("qwen3_moe", tmp_path / "model", dtype=torch.float32)
     model, ends = AutoModelForCausalLM.from_pretrained(saved).eval(), []
 
-    def make(most: int, before: Any = lambda items: None) -> tuple[Scheduler, list[list[int]], Any]:
+    def make(most, before=lambda items: None):
         engine, passes = Engine(model, 256, most), []
         run = engine.run
 
-        def noted(items: Any) -> Any:
+        def noted(items):
             before(items)
             passes.append([len(item.tokens) for item in items])
             return run(items)
 
-        engine.run = noted  # type: ignore[method-assign]
+        engine.run = noted
 
-        def post(events: list[tuple[Job, JobEvent]]) -> None:
+        def post(events):
             for job, event in events:
                 job.tell(event)
 
         made = Scheduler(engine, Tokens(tokenizer), Limits(), post)
 
-        def ask(count: int, tokens: int) -> list[str]:
-            told: list[list[JobEvent]] = [[] for _ in range(count)]
+        def ask(count, tokens):
+            told = [[] for _ in range(count)]
             made.submit([Job(SYSTEM, tokens, Sampling(temperature=0), events.append) for events in told])
             wait_for(lambda: all(events and events[-1].finish for events in told))
             return ["".join(event.text for event in events) for events in told]
@@ -59,18 +54,18 @@ def scheduled(tmp_path: Path, tokenizer: Any) -> Any:
         end()
 
 
-def test_nobody_waits_for_what_is_not_kept(scheduled: Any) -> None:
+def test_nobody_waits_for_what_is_not_kept(scheduled):
     """The bytes hold no chunk, which the first pass shows. The other prompts are then read beside one another."""
     scheduler, passes, ask = scheduled(100)
     assert len(set(ask(4, 1))) == 1 and scheduler.totals.prefix_hits == 0
     assert passes == [[200], [200, 56], [144, 112], [88]]
 
 
-def test_a_prompt_that_is_read_again_beside_its_answer_is_kept_again(scheduled: Any) -> None:
+def test_a_prompt_that_is_read_again_beside_its_answer_is_kept_again(scheduled):
     """The budget refuses two passes: kept chunks leave, then the younger one gives its cache up."""
-    refused: list[int] = []
+    refused = []
 
-    def refuse(items: Any) -> None:
+    def refuse(items):
         if len(items) == 2 and items[0].slot.length >= 204 and len(refused) < 2:
             refused.append(len(items))
             raise BudgetExceeded("planted")
@@ -81,7 +76,7 @@ def test_a_prompt_that_is_read_again_beside_its_answer_is_kept_again(scheduled: 
     assert ask(1, 1) and scheduler._engine.kept_tokens() == 192 and scheduler.totals.prefix_hits == 2 * 192
 
 
-def test_a_stopped_scheduler_keeps_nothing(scheduled: Any) -> None:
+def test_a_stopped_scheduler_keeps_nothing(scheduled):
     scheduler, _, ask = scheduled(1 << 30)
     ask(1, 1)
     assert scheduler._engine.kept_bytes > 0

@@ -1,13 +1,9 @@
 """Kept prompts: the store against a model of it, answers that are the same bits, waiting for a chunk, and room."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import json
 import socket
-from pathlib import Path
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -15,7 +11,7 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from live_models import least, wait_for
-from server_fixtures import NAME, Running, post, serving
+from server_fixtures import NAME, post, serving
 from tiny_models import save_tiny
 
 import moepack
@@ -37,12 +33,12 @@ class Store(RuleBasedStateMachine):
 
     MOST = 5  # chunks of 16 bytes a token
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.store = Prefixes(self.MOST * CHUNK * 16)
-        self.used: list[tuple[int, ...]] = []  # kept chunks by the letters up to theirs, the least recently used first
+        self.used = []  # kept chunks by the letters up to theirs, the least recently used first
 
-    def _found(self, letters: tuple[int, ...]) -> list[Any]:
+    def _found(self, letters):
         """Find a prompt, and compare with the model; what is found is used."""
         found = self.store.find([_key(n) for n in letters])
         have = [letters[: n + 1] for n in range(len(letters)) if letters[: n + 1] in self.used]
@@ -51,7 +47,7 @@ class Store(RuleBasedStateMachine):
         return found
 
     @rule(letters=st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple))
-    def keep(self, letters: tuple[int, ...]) -> None:
+    def keep(self, letters):
         found = self._found(letters)
         for n in range(len(found), len(letters)):
             path = [letters[: m + 1] for m in range(n)]
@@ -67,16 +63,16 @@ class Store(RuleBasedStateMachine):
             assert _letters(found[-1]) == letters[: n + 1]
 
     @rule(letters=st.lists(st.integers(0, 2), max_size=7).map(tuple))
-    def find(self, letters: tuple[int, ...]) -> None:
+    def find(self, letters):
         self._found(letters)
 
     @rule()
-    def evict(self) -> None:
+    def evict(self):
         assert self.store.evict() is bool(self.used)
         self.used = self.used[1:]
 
     @invariant()
-    def bytes_are_exact(self) -> None:
+    def bytes_are_exact(self):
         held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for c in self.store._chunks.values()
                 for pair in c.layers for t in pair}  # fmt: skip
         assert sum(held.values()) == self.store.bytes == len(self.used) * CHUNK * 16 <= self.store.most
@@ -84,28 +80,26 @@ class Store(RuleBasedStateMachine):
         assert all(one[:-1] in self.used for one in self.used if one[:-1]), "a chunk outlived the one before it"
 
 
-def _key(letter: int) -> bytes:
+def _key(letter):
     return chunk_keys([letter] * CHUNK)[0]
 
 
-def _letters(chunk: Any) -> tuple[int, ...]:
+def _letters(chunk):
     keys, values = chunk.layers[0]
     assert torch.equal(values, keys + 1)
     return tuple(int(v) - 1 for v in keys[0, 0, :, 0] if v)
 
 
-def test_the_store_keeps_count_and_order() -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
-        Store, settings=settings(max_examples=60, stateful_step_count=30)
-    )
+def test_the_store_keeps_count_and_order():
+    run_state_machine_as_test(Store, settings=settings(max_examples=60, stateful_step_count=30))
 
 
-def test_chunks_are_whole_and_known_by_all_their_tokens() -> None:
+def test_chunks_are_whole_and_known_by_all_their_tokens():
     keys = chunk_keys(SYSTEM)
     assert len(keys) == 3 and chunk_keys(SYSTEM[:63]) == () and chunk_keys(SYSTEM[:64]) == keys[:1]
     assert chunk_keys([1 << 31] * 64) != chunk_keys([0] * 64)
     store, layers = Prefixes(1 << 20), [(torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))]
-    found: list[Any] = []
+    found = []
     assert all(store.add(found, key, layers) for key in keys)
     assert len(store.find(keys)) == 3 and len(store.find(keys[1:])) == 0  # the same chunk, behind other tokens
     assert len(store.find([keys[0], keys[2]])) == 1
@@ -115,10 +109,10 @@ def test_chunks_are_whole_and_known_by_all_their_tokens() -> None:
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_a_copy_for_which_memory_is_short_is_not_kept(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_for_which_memory_is_short_is_not_kept(error, monkeypatch):
     store, layers, found = Prefixes(1 << 20), [(torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))], []
 
-    def fails(tensor: torch.Tensor) -> torch.Tensor:
+    def fails(tensor):
         raise error("short")
 
     with monkeypatch.context() as patch:
@@ -130,13 +124,13 @@ def test_a_copy_for_which_memory_is_short_is_not_kept(error: type[Exception], mo
 # --- the same bits
 
 
-def model_of(family: str, folder: Path) -> Any:
+def model_of(family, folder):
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(save_tiny(family, folder / family, dtype=torch.float32)).eval()
 
 
-def read(engine: Engine, prompt: list[int], ends: tuple[int, ...], new: int = 0) -> tuple[int, torch.Tensor]:
+def read(engine, prompt, ends, new=0):
     """Read a prompt in passes that end there, or from where kept chunks end: the tokens taken, and all last logits."""
     slot, logits, taken = engine.add(len(prompt), chunk_keys(prompt)), [], 0
     tokens = list(prompt)
@@ -145,7 +139,6 @@ def read(engine: Engine, prompt: list[int], ends: tuple[int, ...], new: int = 0)
         taken += ahead
         part, is_prompt = tokens[slot.length + ahead : end], end <= len(prompt)
         out = engine.run([StepInput(slot, part, 1, is_prompt, ahead, keeps=9 * is_prompt)])[0]
-        assert out is not None
         logits.append(out[0])
         tokens.append(int(out[0].argmax()))
         tokens[:] = tokens if end >= len(prompt) else tokens[:-1]
@@ -154,7 +147,7 @@ def read(engine: Engine, prompt: list[int], ends: tuple[int, ...], new: int = 0)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_a_kept_prompt_gives_the_same_bits(family: str, tmp_path: Path) -> None:
+def test_a_kept_prompt_gives_the_same_bits(family, tmp_path):
     """Grouped heads and latents (MLA). Read in the same pieces, logits are equal in all bits; against a prompt that was
     read in one piece, up to the order of sums."""
     model = model_of(family, tmp_path)
@@ -172,7 +165,7 @@ def test_a_kept_prompt_gives_the_same_bits(family: str, tmp_path: Path) -> None:
     assert engine.kept_tokens() == 192 and plain.kept_tokens() == 0
 
 
-def test_a_part_of_a_chunk_is_taken(tmp_path: Path) -> None:
+def test_a_part_of_a_chunk_is_taken(tmp_path):
     """All of a prompt but its last token, which is computed; and the rest of a chunk that a row has begun itself."""
     model = model_of("qwen3_moe", tmp_path)
     plain, engine = Engine(model, STEP), Engine(model, STEP, MOST)
@@ -183,7 +176,6 @@ def test_a_part_of_a_chunk_is_taken(tmp_path: Path) -> None:
     torch.testing.assert_close(logits, read(plain, prompt, (127, 128))[1], atol=5e-6, rtol=1e-4)
     slot = engine.add(200, chunk_keys(SYSTEM))
     rows = engine._rows
-    assert rows is not None
     kept = rows.prefixes
     hidden, rows.prefixes = kept, Prefixes(MOST)
     engine.run([StepInput(slot, SYSTEM[:20], 0, True)])
@@ -195,12 +187,11 @@ def test_a_part_of_a_chunk_is_taken(tmp_path: Path) -> None:
     engine.remove(slot)
 
 
-def test_the_comparison_can_fail(tmp_path: Path) -> None:
+def test_the_comparison_can_fail(tmp_path):
     """Planted: a kept chunk that is another one's."""
     engine = Engine(model_of("qwen3_moe", tmp_path), STEP, MOST)
     _, right = read(engine, SYSTEM, (200,))
     rows = engine._rows
-    assert rows is not None
     chunks = rows.prefixes.find(chunk_keys(SYSTEM))
     for (keys, values), (other, others) in zip(chunks[0].layers, chunks[1].layers, strict=True):
         with torch.inference_mode():
@@ -212,9 +203,7 @@ def test_the_comparison_can_fail(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "why"), [("gpt_oss", "layers with an attention window"), ("qwen3_next", "linear_attention")]
 )
-def test_other_caches_are_not_kept_and_it_says_so(
-    family: str, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_caches_are_not_kept_and_it_says_so(family, why, tmp_path, caplog):
     model = model_of(family, tmp_path)
     engine = Engine(model, STEP, MOST)
     assert why in str(engine.why_not_kept) and engine.most_kept == 0
@@ -225,11 +214,11 @@ def test_other_caches_are_not_kept_and_it_says_so(
     engine.remove(slot)
 
 
-def test_a_failed_pass_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_pass_keeps_nothing(tmp_path, monkeypatch):
     engine = Engine(model_of("qwen3_moe", tmp_path), STEP, MOST)
     attend, slot = PackedKvCache.attend, engine.add(200, chunk_keys(SYSTEM))
 
-    def fails(self: Any, module: Any, *rest: Any) -> Any:
+    def fails(self, module, *rest):
         if module.layer_idx == 1:
             raise OSError("the disk is gone")
         return attend(self, module, *rest)
@@ -242,7 +231,7 @@ def test_a_failed_pass_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read(engine, SYSTEM, (200,))[0] == 0 and read(engine, SYSTEM, (200,))[0] == 192
 
 
-def test_a_pass_keeps_what_was_planned(tmp_path: Path) -> None:
+def test_a_pass_keeps_what_was_planned(tmp_path):
     """A row ahead of the kept chunks keeps none, even if another row of the pass keeps those up to it."""
     engine, prompt = Engine(model_of("qwen3_moe", tmp_path), STEP, MOST), SYSTEM * 2
     ahead, behind = engine.add(400, chunk_keys(prompt)), engine.add(256, chunk_keys(prompt[:256]))
@@ -260,7 +249,7 @@ def test_a_pass_keeps_what_was_planned(tmp_path: Path) -> None:
 LIMITS = {"max_tokens": 12, "ignore_eos": True}
 
 
-def usage(server: Running, prompt: list[int], **more: Any) -> tuple[str, int]:
+def usage(server, prompt, **more):
     """A greedy answer's text, and the tokens of its prompt that were not read."""
     body = {"model": NAME, "prompt": prompt, "temperature": 0, **LIMITS, **more}
     found = json.loads(post(f"{server.url}/v1/completions", body))
@@ -269,7 +258,7 @@ def usage(server: Running, prompt: list[int], **more: Any) -> tuple[str, int]:
 
 
 @pytest.fixture(scope="module")
-def kept(bundle: Path, tokenizer: Any) -> Any:
+def kept(bundle, tokenizer):
     """A server without a budget, in float32, and one that keeps nothing."""
     with contextlib.ExitStack() as stack:
         servers = []
@@ -280,7 +269,7 @@ def kept(bundle: Path, tokenizer: Any) -> Any:
         yield servers
 
 
-def test_clients_at_once_read_a_shared_prompt_once(kept: list[Running]) -> None:
+def test_clients_at_once_read_a_shared_prompt_once(kept):
     """16 clients, as many answers as without kept prompts, and each chunk is read by the first of them alone."""
     server, without = kept
     prompts = [SYSTEM + [3 + n, 5, 7 + n] for n in range(16)]
@@ -306,9 +295,7 @@ def test_clients_at_once_read_a_shared_prompt_once(kept: list[Running]) -> None:
     assert server.server.engine.kept_bytes == 192 * token
 
 
-def test_every_interface_says_what_was_kept(
-    kept: list[Running], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_interface_says_what_was_kept(kept, tokenizer, monkeypatch):
     """Anthropic's input_tokens are those that were read; the others count all. Twice the same prompt: all but one."""
     server, without = kept
     monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -329,7 +316,7 @@ def test_every_interface_says_what_was_kept(
     assert (found["input_tokens"], found["cache_read_input_tokens"]) == (count, 0)
 
 
-def test_a_scored_prompt_is_read_in_full(kept: list[Running]) -> None:
+def test_a_scored_prompt_is_read_in_full(kept):
     server, without = kept
     usage(server, SYSTEM)
     for one in (server, without):
@@ -337,7 +324,7 @@ def test_a_scored_prompt_is_read_in_full(kept: list[Running]) -> None:
     assert usage(server, SYSTEM, n=3, temperature=1.0)[1] == 192  # a prompt counts once for all its answers
 
 
-def test_a_client_that_leaves_holds_nobody_up(kept: list[Running]) -> None:
+def test_a_client_that_leaves_holds_nobody_up(kept):
     """It leaves while it reads what another one waits for."""
     server = kept[0]
     scheduler, prompt = server.server.scheduler, [9 + n % 800 for n in range(1500)]
@@ -358,12 +345,10 @@ def test_a_client_that_leaves_holds_nobody_up(kept: list[Running]) -> None:
 
 
 @pytest.mark.parametrize(("policy", "least_room"), [("hotness:interval=0.05", 200_000), ("uniform", 0)])
-def test_kept_prompts_are_in_the_budget_and_leave_first(
-    policy: str, least_room: int, bundle: Path, tokenizer: Any
-) -> None:
+def test_kept_prompts_are_in_the_budget_and_leave_first(policy, least_room, bundle, tokenizer):
     """A budget that holds few tokens beyond a request's: prompts of many kinds are kept and leave again, every request
     is answered, none gives its cache up, and the peak stays below the budget. Idle, the kept bytes are all KV bytes."""
-    room: dict[str, Any] = {"prefill_tokens": 256, "all_logits": False, "kv_tokens": 512}
+    room = {"prefill_tokens": 256, "all_logits": False, "kv_tokens": 512}
     budget = least(bundle, policy, **room) + least_room
     model = moepack.load(bundle, policy=policy, device_memory=budget, **room)
     options = Options(NAME, limits=Limits(sequences=8, step_tokens=256, kept_bytes=MOST))
@@ -375,7 +360,7 @@ def test_kept_prompts_are_in_the_budget_and_leave_first(
             assert cached == 0 and usage(server, prompt)[1] in range(0, 257, CHUNK)
             server.idle()
             assert engine.kept_bytes == engine.cache_bytes <= served.caches.needs.kv_bytes + served.caches._reserve.most
-            assert engine.kept_bytes == engine.kept_tokens() * engine._shape().full  # type: ignore[union-attr]
+            assert engine.kept_bytes == engine.kept_tokens() * engine._shape().full
             most = max(most, engine.kept_tokens())
         assert most >= 128
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -386,7 +371,7 @@ def test_kept_prompts_are_in_the_budget_and_leave_first(
         assert served.resident_bytes_peak <= served.budget_bytes
 
 
-def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle: Path, tokenizer: Any) -> None:
+def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle, tokenizer):
     """--max-kv-tokens 400 holds a request of 204 tokens and 192 kept ones: each prompt replaces the last."""
     model = moepack.load(bundle, policy="static:bf16")
     with serving(model, tokenizer, Options(NAME, limits=Limits(step_tokens=256, kv_tokens=400))) as server:
@@ -397,7 +382,7 @@ def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle: Path, tokenize
         assert usage(server, [3] * 200, max_tokens=4)[1] == 192 and usage(server, [2] * 200, max_tokens=4)[1] == 0
 
 
-def test_the_default_is_a_part_of_the_budget(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_a_part_of_the_budget(bundle, monkeypatch):
     model = moepack.load(bundle, policy="uniform", device_memory=8_000_000, prefill_tokens=64)
     with model.moepack:
         assert Engine(model, STEP, None).most_kept == 1_000_000

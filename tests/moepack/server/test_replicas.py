@@ -13,12 +13,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
@@ -29,8 +26,8 @@ pytest.importorskip("ray.serve")
 from moepack.server.replicas import PAGE, beginning, node_of_front
 
 
-def test_what_a_prompt_is_known_by() -> None:
-    def key(**given: Any) -> str:
+def test_what_a_prompt_is_known_by():
+    def key(**given):
         return beginning(json.dumps(given).encode())
 
     system = {"role": "system", "content": "Answer every question in one word, whatever it is. " * 2}
@@ -43,14 +40,14 @@ def test_what_a_prompt_is_known_by() -> None:
         assert beginning(raw) == PAGE
 
 
-def test_which_replicas_are_tried() -> None:
+def test_which_replicas_are_tried():
     """Those that know the key, then two of all: the less busy of these gets what none knows, or none has room for."""
     from moepack.server.routing import ByBeginning
 
     router = object.__new__(ByBeginning)
     router.rank_replicas_via_multiplex = lambda replicas, key: [[r for r in replicas if key in r], [], []]
 
-    def tried(key: str | None, replicas: list[str]) -> list[list[str]]:
+    def tried(key, replicas):
         asked = SimpleNamespace(should_backoff=False), SimpleNamespace(multiplexed_model_id=key)
         request = SimpleNamespace(routing_context=asked[0], metadata=asked[1])
         found = asyncio.run(router.choose_replicas(replicas, None if key is None else request))
@@ -71,9 +68,7 @@ def test_which_replicas_are_tried() -> None:
         ("head", {"head": "198.51.100.1", "other": "198.51.100.2"}, ("head", " of node 198.51.100.1")),  # typed outside
     ],
 )
-def test_the_front_is_where_the_command_was_typed(
-    connected: str, nodes: dict[str, str], front: tuple[str, str]
-) -> None:
+def test_the_front_is_where_the_command_was_typed(connected, nodes, front):
     listed = [{"NodeID": name, "NodeManagerAddress": address, "Alive": True} for name, address in nodes.items()]
     gone = {"NodeID": "gone", "NodeManagerAddress": "127.0.0.1", "Alive": False}
     context = SimpleNamespace(get_node_id=lambda: connected)
@@ -86,26 +81,25 @@ class Served:
     url: str
     process: subprocess.Popen[str]
 
-    def ask(self, prompt: str, tokens: int = 8) -> Any:
+    def ask(self, prompt, tokens=8):
         return ask(self.url, prompt, max_tokens=tokens)["text"]
 
-    def load(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.load(urllib.request.urlopen(f"{self.url}/load"))
+    def load(self):
+        loaded = json.load(urllib.request.urlopen(f"{self.url}/load"))
         return loaded
 
-    def replicas(self) -> list[psutil.Process]:
+    def replicas(self):
         found = psutil.Process(self.process.pid).children(recursive=True)
         return [p for p in found if p.cmdline() and p.cmdline()[0].startswith("ray::ServeReplica")]
 
 
 @contextmanager
-def serving(bundle: Path, *options: str) -> Iterator[Served]:
+def serving(bundle, *options):
     """Two replicas, until the command is stopped."""
     command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--port", "0", "--name", "mini"]
     command += ["--replicas", "2", "--device-memory", "5MB", "--step-tokens", "64", *options]
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    assert process.stderr is not None
     for line in process.stderr:
         if found := re.search(r"moepack: serving mini at (http://127.0.0.1:\d+), 2 replicas", line):
             yield Served(found[1], process)
@@ -119,12 +113,12 @@ def serving(bundle: Path, *options: str) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def served(bundle: Path) -> Iterator[Served]:
+def served(bundle):
     with serving(bundle) as running:
         yield running
 
 
-def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served) -> None:
+def test_many_are_answered_and_each_replica_keeps_its_beginnings(served):
     prompts = [f"{word} history of the town" for word in ("The", "A", "Our", "One", "Some", "His")]
     alone = [served.ask(prompt) for prompt in prompts]
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -135,7 +129,7 @@ def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served)
     replicas = served.replicas()
     assert len(replicas) == 2
 
-    def work() -> list[float]:
+    def work():
         return [sum(p.cpu_times()[:2]) for p in replicas]
 
     time.sleep(1)
@@ -148,8 +142,8 @@ def test_many_are_answered_and_each_replica_keeps_its_beginnings(served: Served)
         served.ask("x", -1)
 
 
-def test_the_load_is_that_of_all_replicas(served: Served) -> None:
-    def load() -> dict[str, Any]:
+def test_the_load_is_that_of_all_replicas(served):
+    def load():
         found = served.load()
         each = found.pop("replicas")
         assert len(each) == 2 and found == {name: sum(one[name] for one in each) for name in found}
@@ -166,7 +160,7 @@ def test_the_load_is_that_of_all_replicas(served: Served) -> None:
     assert most >= 3 and busy == 2
 
 
-def test_a_replica_that_dies_is_started_anew(served: Served) -> None:
+def test_a_replica_that_dies_is_started_anew(served):
     gone = served.replicas()[0]
     gone.kill()
     until, answered = time.monotonic() + 120, 0
@@ -179,7 +173,7 @@ def test_a_replica_that_dies_is_started_anew(served: Served) -> None:
     assert answered >= 8 and len(served.replicas()) == 2 and gone.pid not in {p.pid for p in served.replicas()}
 
 
-def test_on_two_nodes_the_front_is_beside_the_command(bundle: Path) -> None:
+def test_on_two_nodes_the_front_is_beside_the_command(bundle):
     """Each node has a replica."""
     from ray.cluster_utils import Cluster
 

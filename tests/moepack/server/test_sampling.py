@@ -1,7 +1,5 @@
 """Choosing a token: each rule by hand, and frequencies against the distribution."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -31,19 +29,19 @@ LOGITS = torch.log(torch.tensor([0.5, 0.3, 0.15, 0.05]))
         ({"temperature": 0.01}, {0}),
     ),
 )
-def test_what_may_be_drawn(how: dict[str, float], tokens: set[int]) -> None:
+def test_what_may_be_drawn(how, tokens):
     """In 400 draws."""
     random = torch.Generator().manual_seed(1)
-    assert {int(draw(LOGITS, Sampling(**how), random)) for _ in range(400)} == tokens  # type: ignore[arg-type]
+    assert {int(draw(LOGITS, Sampling(**how), random)) for _ in range(400)} == tokens
 
 
-def test_the_least_likely_may_stand_anywhere() -> None:
+def test_the_least_likely_may_stand_anywhere():
     order = torch.tensor([3, 0, 2, 1])
     random = torch.Generator().manual_seed(1)
     assert {int(draw(LOGITS[order], Sampling(top_p=0.6), random)) for _ in range(100)} == {1, 3}
 
 
-def test_frequencies() -> None:
+def test_frequencies():
     """At temperature 2 the chances are the square roots, normalised: within five standard errors of 4,000 draws."""
     random, n = torch.Generator().manual_seed(2), 4000
     counts = torch.zeros(4)
@@ -54,7 +52,7 @@ def test_frequencies() -> None:
         assert abs(share - chance) < 5 * math.sqrt(chance * (1 - chance) / n)
 
 
-def test_penalties_by_hand() -> None:
+def test_penalties_by_hand():
     """Tokens 1 twice and 2 once were generated: 1 loses 0.5 + 2 x 0.25, 2 loses 0.5 + 0.25."""
     sampler = Sampler(Sampling(temperature=0, presence=0.5, frequency=0.25), [0], CPU)
     for token in (1, 2, 1):
@@ -63,14 +61,14 @@ def test_penalties_by_hand() -> None:
     assert changed.tolist() == [1.0, 1.0, 2.25, 0.0]
 
 
-def test_repetition_by_hand() -> None:
+def test_repetition_by_hand():
     """Tokens of prompt (0) and answer (3): positive logits are divided, negative ones multiplied."""
     sampler = Sampler(Sampling(temperature=0, repetition=2.0), [0], CPU)
     assert sampler.choose(torch.tensor([0.0, 0.0, 0.0, 9.0])).token == 3
     assert sampler._changed(torch.tensor([4.0, 4.0, -4.0, -4.0])).tolist() == [2.0, 4.0, -4.0, -8.0]
 
 
-def test_the_likeliest_of_several_are_found_at_once() -> None:
+def test_the_likeliest_of_several_are_found_at_once():
     """For samplers that take it, by their last logits; they choose it, and the others are as without it."""
     how = Sampling(temperature=0), Sampling(), Sampling(temperature=0, bias={1: 0.1}), Sampling(temperature=0)
     samplers = [*(Sampler(h, [0], CPU) for h in how), None, Sampler(Sampling(temperature=0, presence=0.1), [0], CPU)]
@@ -83,19 +81,19 @@ def test_the_likeliest_of_several_are_found_at_once() -> None:
         assert samplers[n].choose(logits[n][-1], 2).token == 2, "what is known is not looked for again"
 
 
-def test_nothing_asked_for_changes_nothing() -> None:
+def test_nothing_asked_for_changes_nothing():
     logits = torch.randn(9).bfloat16()
     assert Sampler(Sampling(), [1, 2], CPU)._changed(logits) is logits
 
 
-def test_bias_and_mask() -> None:
-    taken: list[int] = []
+def test_bias_and_mask():
+    taken = []
     even = SimpleNamespace(is_done=False, allowed=lambda size: torch.arange(size) % 2 == 0, take=taken.append)
-    sampler = Sampler(Sampling(temperature=0, bias={2: 5.0, 3: 50.0}), [], CPU, even)  # type: ignore[arg-type]
+    sampler = Sampler(Sampling(temperature=0, bias={2: 5.0, 3: 50.0}), [], CPU, even)
     assert sampler.choose(LOGITS).token == 2 and taken == [2]
 
 
-def test_logprobs_are_of_the_model_not_of_what_was_asked() -> None:
+def test_logprobs_are_of_the_model_not_of_what_was_asked():
     sampler = Sampler(Sampling(temperature=0, bias={3: 100.0}, top_logprobs=2), [], CPU)
     found = sampler.choose(LOGITS)
     assert found.token == 3 and found.logprob == pytest.approx(math.log(0.05))
@@ -103,8 +101,8 @@ def test_logprobs_are_of_the_model_not_of_what_was_asked() -> None:
     assert scored(LOGITS, 1, None) == Scored(1) and scored(LOGITS, 1, 0).top == ()
 
 
-def test_a_seed_is_a_sequences_own() -> None:
-    def drawn(seed: int | None, between: int) -> list[int]:
+def test_a_seed_is_a_sequences_own():
+    def drawn(seed, between):
         one, other = Sampler(Sampling(seed=seed), [], CPU), Sampler(Sampling(seed=3), [], CPU)
         out = []
         for _ in range(20):

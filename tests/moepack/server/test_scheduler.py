@@ -1,11 +1,8 @@
 """The scheduler: chunks, room, preemption, cancelling, failing, stopping. The engine is arithmetic."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import time
-from typing import Any
 
 import pytest
 from arithmetic import WORDS, Bench, Machine, expected
@@ -13,8 +10,6 @@ from live_models import wait_for
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching import scheduler, turns
-from moepack.server.batching.engine import CacheSlot, StepInput
-from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.packed_cache import NotPackable
 from moepack.server.batching.scheduler import SCORED
 from moepack.server.errors import ApiError
@@ -22,10 +17,10 @@ from moepack.server.options import Limits, Sampling
 
 
 @pytest.fixture
-def bench() -> Any:
-    made: list[Bench] = []
+def bench():
+    made = []
 
-    def call(machine: Machine | None = None, **limits: Any) -> Bench:
+    def call(machine=None, **limits):
         given = {"sequences": 4, "waiting": 20, "step_tokens": 8, "context": 1000, **limits}
         made.append(Bench(machine or Machine(), Limits(**given)))
         return made[-1]
@@ -37,12 +32,12 @@ def bench() -> Any:
         one.scheduler.close()
 
 
-def text(events: list[JobEvent]) -> str:
+def text(events):
     assert events[-1].error is None, events[-1].error
     return "".join(e.text for e in events)
 
 
-def test_many_are_answered_together(bench: Any) -> None:
+def test_many_are_answered_together(bench):
     b = bench(Machine(gate=threading.Event()))
     told = [b.ask([n + 1] * (n + 1), 10) for n in range(7)]
     b.machine.gate.set()
@@ -55,7 +50,7 @@ def test_many_are_answered_together(bench: Any) -> None:
     assert b.scheduler.totals.prompt_tokens == sum(range(1, 8))
 
 
-def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
+def test_a_long_prompt_does_not_hold_others_up(bench):
     """It is read in what a step leaves beside one token of each other sequence; those go on in every pass."""
     b = bench(Machine(gate=threading.Event(), before=lambda items: time.sleep(0.005)))
     b.ask([1], 60)
@@ -69,11 +64,11 @@ def test_a_long_prompt_does_not_hold_others_up(bench: Any) -> None:
     assert text(told) == expected(list(range(40)), 3) and text(b.events[0]) == expected([1], 60)
 
 
-def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench, monkeypatch):
     """It comes where the pass's tokens are read. Sequences that come later are answered."""
     b, found = bench(Machine(at_once=lambda: 16)), scheduler.likeliest_of
 
-    def fails(*given: Any) -> Any:
+    def fails(*given):
         monkeypatch.setattr(scheduler, "likeliest_of", found)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -86,9 +81,9 @@ def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench: Any, monke
     assert [text(events) for events in after] == [expected([n, 3], 5) for n in range(3)]
 
 
-def test_no_more_decode_at_once_than_a_replayed_pass_holds(bench: Any) -> None:
+def test_no_more_decode_at_once_than_a_replayed_pass_holds(bench):
     """Five sequences by passes of two, in turn; a pass that reads a prompt may have more."""
-    served: list[list[CacheSlot]] = []
+    served = []
     gate = threading.Event()
     machine = Machine(at_once=lambda: 2, gate=gate, before=lambda items: served.append([i.slot for i in items]))
     b = bench(machine, sequences=5)
@@ -103,12 +98,12 @@ def test_no_more_decode_at_once_than_a_replayed_pass_holds(bench: Any) -> None:
         assert max(b - a for a, b in itertools.pairwise(when)) <= 6, "one waits longer than others"
 
 
-def test_answers_do_not_change_by_turns(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_do_not_change_by_turns(bench, monkeypatch):
     """Steps of several sequences wait, so these decode one at a time; a new one is read meanwhile, one that leaves."""
     monkeypatch.setattr(turns, "WINDOW", 0.05)
     monkeypatch.setattr(turns, "TURN", (0.005, 0.01))
 
-    def waits(items: list[StepInput]) -> None:
+    def waits(items):
         seconds = 0.001 if len(items) == 1 else 0.01 * len(items)
         time.sleep(seconds)
         machine.seconds += seconds
@@ -126,9 +121,9 @@ def test_answers_do_not_change_by_turns(bench: Any, monkeypatch: pytest.MonkeyPa
     assert any(len(p) == 1 for p in machine.passes) and machine.held() == 0
 
 
-def crowded(bench: Any, room: int, count: int, tokens: int, **limits: int) -> Bench:
+def crowded(bench, room, count, tokens, **limits):
     """Answer several sequences at once in `room` tokens, each as it is alone."""
-    b: Bench = bench(Machine(room=room, gate=threading.Event()), step_tokens=16, **limits)
+    b = bench(Machine(room=room, gate=threading.Event()), step_tokens=16, **limits)
     told = [b.ask([n + 1] * 5, tokens) for n in range(count)]
     b.machine.gate.set()
     b.ended()
@@ -137,7 +132,7 @@ def crowded(bench: Any, room: int, count: int, tokens: int, **limits: int) -> Be
 
 
 @pytest.mark.parametrize("room, limits", [(60, {}), (1 << 30, {"kv_tokens": 60})])
-def test_no_more_is_held_than_there_is_room_for(room: int, limits: dict[str, int], bench: Any) -> None:
+def test_no_more_is_held_than_there_is_room_for(room, limits, bench):
     """The budget or the limit of the caches holds 60 tokens. Of three sequences of up to 45 each, the others wait, and
     every answer is what it is alone."""
     b = crowded(bench, room, 3, 40, **limits)
@@ -145,13 +140,13 @@ def test_no_more_is_held_than_there_is_room_for(room: int, limits: dict[str, int
     assert b.scheduler.most_answer(20) == 40
 
 
-def test_the_youngest_gives_way_and_is_read_again(bench: Any) -> None:
+def test_the_youngest_gives_way_and_is_read_again(bench):
     b = crowded(bench, 100, 2, 80)
     assert b.machine.most_held <= 100 and b.scheduler.totals.preempted >= 1
     assert b.scheduler.totals.generated_tokens == 160  # none was sampled twice
 
 
-def test_what_can_never_fit_is_refused_with_what_would(bench: Any) -> None:
+def test_what_can_never_fit_is_refused_with_what_would(bench):
     scheduler = bench(Machine(room=100)).scheduler
     assert scheduler.most_answer(30) == 70
     with pytest.raises(ApiError, match=r"100 tokens > 99 maximum .* which the memory budget holds now") as caught:
@@ -164,7 +159,7 @@ def test_what_can_never_fit_is_refused_with_what_would(bench: Any) -> None:
         bench(prompt=20).scheduler.most_answer(21)
 
 
-def test_a_full_queue(bench: Any) -> None:
+def test_a_full_queue(bench):
     b = bench(Machine(gate=threading.Event()), sequences=1, waiting=3)
     b.ask([1], 5)
     wait_for(lambda: b.scheduler.running)
@@ -177,7 +172,7 @@ def test_a_full_queue(bench: Any) -> None:
     b.ended()
 
 
-def test_a_cancelled_job_leaves_before_the_next_step(bench: Any) -> None:
+def test_a_cancelled_job_leaves_before_the_next_step(bench):
     b = bench(Machine(gate=threading.Event()))
     b.ask([1], 900)
     b.ask([2], 5)
@@ -188,7 +183,7 @@ def test_a_cancelled_job_leaves_before_the_next_step(bench: Any) -> None:
     assert b.scheduler.totals.cancelled == 1 and b.machine.held() == 0 and len(b.machine.passes) < 20
 
 
-def test_ends_and_stop_strings(bench: Any) -> None:
+def test_ends_and_stop_strings(bench):
     b = bench()
     whole = expected([3, 4], 10).split()
     told = b.ask([3, 4], 10, ends=frozenset({int(whole[4])}))
@@ -201,7 +196,7 @@ def test_ends_and_stop_strings(bench: Any) -> None:
     assert [s.token for e in told for s in e.scored] == [int(t) for t in whole[:2]]  # none of what was cut off
 
 
-def test_probabilities_of_a_prompt(bench: Any) -> None:
+def test_probabilities_of_a_prompt(bench):
     """Each token's, given those before it, in a prompt longer than a step, beside others; in slices, to save memory."""
     b = bench(step_tokens=64)
     prompt = [n * 7 % 31 for n in range(150)]
@@ -219,11 +214,11 @@ def test_probabilities_of_a_prompt(bench: Any) -> None:
     assert alone[-1].generated == 0 and alone[-1].finish == "length"
 
 
-def test_a_budget_that_refuses_is_asked_for_less(bench: Any) -> None:
+def test_a_budget_that_refuses_is_asked_for_less(bench):
     """The budget refuses passes of more than three tokens: prompts go in smaller pieces, and nothing is lost."""
     most = 3
 
-    def refuse(items: list[StepInput]) -> None:
+    def refuse(items):
         if sum(len(i.tokens) for i in items) > most:
             raise BudgetExceeded(f"more than {most}")
 
@@ -239,7 +234,7 @@ def test_a_budget_that_refuses_is_asked_for_less(bench: Any) -> None:
 
 
 @pytest.mark.parametrize(("room", "limits"), [(300, {}), (1 << 30, {"kv_tokens": 300})])
-def test_kept_chunks_leave_before_a_request_waits(room: int, limits: dict[str, int], bench: Any) -> None:
+def test_kept_chunks_leave_before_a_request_waits(room, limits, bench):
     """Two sequences of 45 tokens fit beside 192 kept ones, three beside 128, and four beside 64."""
     for count, kept in ((2, 192), (3, 128), (4, 64)):
         b = bench(Machine(room=room, kept=192, gate=threading.Event()), step_tokens=16, **limits)
@@ -251,7 +246,7 @@ def test_kept_chunks_leave_before_a_request_waits(room: int, limits: dict[str, i
         assert max(len(p) for p in b.machine.passes) == count
 
 
-def test_none_leaves_where_that_would_not_help(bench: Any) -> None:
+def test_none_leaves_where_that_would_not_help(bench):
     """A second sequence has no room even without them, so it waits, and they stay."""
     b = bench(Machine(room=240, kept=64, gate=threading.Event()), step_tokens=128)
     told = [b.ask([n + 1] * 110, 60) for n in range(2)]
@@ -261,10 +256,10 @@ def test_none_leaves_where_that_would_not_help(bench: Any) -> None:
     assert b.machine.kept == 64 and max(len(p) for p in b.machine.passes) == 1
 
 
-def test_kept_chunks_leave_before_a_pass_is_made_smaller(bench: Any) -> None:
+def test_kept_chunks_leave_before_a_pass_is_made_smaller(bench):
     """The budget refuses until none is left."""
 
-    def refuse(items: list[StepInput]) -> None:
+    def refuse(items):
         if b.machine.kept:
             raise BudgetExceeded("kept")
 
@@ -275,17 +270,17 @@ def test_kept_chunks_leave_before_a_pass_is_made_smaller(bench: Any) -> None:
     assert b.machine.passes[0] == [(8, 0)], "all of the prompt, in the next pass"
 
 
-def test_a_pass_that_fails_fails_its_sequences_alone(bench: Any) -> None:
+def test_a_pass_that_fails_fails_its_sequences_alone(bench):
     broken = True
 
-    def fail(items: list[StepInput]) -> None:
+    def fail(items):
         if broken:
             raise OSError("the disk is gone")
 
     b = bench(Machine(before=fail, kept=128))
     told = b.ask([1], 5)
     b.ended()
-    assert told[-1].error is not None and told[-1].error.status == 500  # type: ignore[attr-defined]
+    assert told[-1].error is not None and told[-1].error.status == 500
     wait_for(lambda: not b.machine.kept)  # memory may have been short
     assert not b.scheduler.health()["ok"] and "the disk is gone" in str(b.scheduler.health()["error"])
     broken = False
@@ -294,8 +289,8 @@ def test_a_pass_that_fails_fails_its_sequences_alone(bench: Any) -> None:
     assert text(told) == expected([1], 5) and b.scheduler.health()["ok"]
 
 
-def test_a_model_that_cannot_be_packed_after_all_is_read_again(bench: Any) -> None:
-    def fail(items: list[StepInput]) -> None:
+def test_a_model_that_cannot_be_packed_after_all_is_read_again(bench):
+    def fail(items):
         if not b.machine.passes:
             b.machine.passes.append([])
             b.machine.caches.clear()
@@ -307,7 +302,7 @@ def test_a_model_that_cannot_be_packed_after_all_is_read_again(bench: Any) -> No
     assert [text(events) for events in told] == [expected([n + 1] * 3, 5) for n in range(3)]
 
 
-def test_stopping_finishes_what_runs_and_drops_what_waits(bench: Any) -> None:
+def test_stopping_finishes_what_runs_and_drops_what_waits(bench):
     b = bench(Machine(gate=threading.Event()), sequences=1)
     told = [b.ask([1], 30), b.ask([2], 30)]
     wait_for(lambda: b.scheduler.running)
@@ -315,14 +310,14 @@ def test_stopping_finishes_what_runs_and_drops_what_waits(bench: Any) -> None:
     b.machine.gate.set()
     b.ended()
     assert text(told[0]) == expected([1], 30)
-    assert told[1][-1].error.status == 503  # type: ignore[union-attr]
+    assert told[1][-1].error.status == 503
     with pytest.raises(ApiError, match="stopping"):
         b.ask([1], 1)
 
 
-def test_closing_drops_what_runs(bench: Any) -> None:
+def test_closing_drops_what_runs(bench):
     b = bench(Machine(before=lambda items: time.sleep(0.05)))
     told = b.ask([1], 900)
     wait_for(lambda: told)
     b.scheduler.close()
-    assert len(told) < 900 and told[-1].error.status == 503  # type: ignore[union-attr]
+    assert len(told) < 900 and told[-1].error.status == 503

@@ -1,7 +1,5 @@
 """Tokens to text in pieces: whole characters, no part of a stop string, nothing lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +15,7 @@ TEXTS = st.text(alphabet=st.one_of(st.sampled_from("ab é€😀\n界"), st.char
 
 
 @pytest.fixture(scope="module")
-def tokens() -> Tokens:
+def tokens():
     from transformers import AutoTokenizer
 
     return Tokens(AutoTokenizer.from_pretrained(ROOT / "examples" / "mini-qwen3-moe"))
@@ -25,7 +23,7 @@ def tokens() -> Tokens:
 
 @given(prompt=TEXTS, text=TEXTS)
 @settings(max_examples=60)
-def test_pieces_are_whole_characters_and_make_up_the_text(tokens: Tokens, prompt: str, text: str) -> None:
+def test_pieces_are_whole_characters_and_make_up_the_text(tokens, prompt, text):
     text = text.replace(BROKEN, "x")
     pieces = Pieces(tokens.decode, tokens.encode(prompt, False, "p"))
     found = [pieces.push(t) for t in tokens.encode(text, False, "p")]
@@ -33,7 +31,7 @@ def test_pieces_are_whole_characters_and_make_up_the_text(tokens: Tokens, prompt
     assert "".join(found) + pieces.end() == text
 
 
-def test_half_a_character_at_the_end(tokens: Tokens) -> None:
+def test_half_a_character_at_the_end(tokens):
     whole = tokens.encode("x😀", False, "p")
     assert len(whole) > 3, "this tokenizer has no token for it"
     pieces = Pieces(tokens.decode, [])
@@ -42,7 +40,7 @@ def test_half_a_character_at_the_end(tokens: Tokens) -> None:
     assert Pieces(tokens.decode, whole[:-1]).push(whole[1]) == ""  # a prompt that ends within a character
 
 
-def test_bytes_that_never_make_a_character_do_not_wait_for_ever(tokens: Tokens) -> None:
+def test_bytes_that_never_make_a_character_do_not_wait_for_ever(tokens):
     broken = tokens.encode("😀", False, "p")[0]
     pieces = Pieces(tokens.decode, [])
     found = "".join(pieces.push(broken) for _ in range(200))
@@ -50,14 +48,14 @@ def test_bytes_that_never_make_a_character_do_not_wait_for_ever(tokens: Tokens) 
     assert len(found + pieces.end()) == 200
 
 
-def test_a_space_that_a_word_begins_with() -> None:
+def test_a_space_that_a_word_begins_with():
     """As sentencepiece decodes: the first word loses its space."""
     words = ["▁The", "▁his", "tory", "▁of"]
     pieces = Pieces(lambda ids: "".join(words[i] for i in ids).replace("▁", " ")[1:], [0])
     assert [pieces.push(i) for i in (1, 2, 3)] == [" his", "tory", " of"]
 
 
-def reference(text: str, stops: list[str]) -> str:
+def reference(text, stops):
     """The text up to the stop string that ends first; of two that end together, the longer."""
     ends = [(text.find(s) + len(s), text.find(s)) for s in stops if s in text]
     return text[: min(ends)[1]] if ends else text
@@ -68,7 +66,7 @@ def reference(text: str, stops: list[str]) -> str:
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), max_size=3),
 )
 @settings(max_examples=200)
-def test_stops(parts: list[str], stops: list[str]) -> None:
+def test_stops(parts, stops):
     """The shown text ends before the first stop string, however the text is split."""
     held, shown, text = Stops(stops), "", ""
     for part in parts:
@@ -84,7 +82,7 @@ def test_stops(parts: list[str], stops: list[str]) -> None:
     assert shown == reference(text, stops)
 
 
-def test_tokens_as_they_are_shown(tokens: Tokens) -> None:
+def test_tokens_as_they_are_shown(tokens):
     ids = tokens.encode(" the😀", False, "p")
     assert tokens.shown(ids[0]) == " the" and tokens.raw(ids[0]) == b" the"
     assert b"".join(tokens.raw(t) for t in ids[1:]) == "😀".encode()
@@ -93,7 +91,7 @@ def test_tokens_as_they_are_shown(tokens: Tokens) -> None:
     assert tokens.raw(1 << 30) == b""
 
 
-def test_tokens_of_byte_fallback() -> None:
+def test_tokens_of_byte_fallback():
     names = ["</s>", "▁the", "<0xF0>", "x"]
     tokenizer = SimpleNamespace(
         eos_token_id=0, all_special_ids=[0], added_tokens_decoder={}, convert_ids_to_tokens=names.__getitem__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from moepack.server.batching.turns import CYCLE, TURN, Turns
 
 # Seconds, and seconds of them waited, of a step of so many texts; moving on to another text is in them.
-Costs = Callable[[int], tuple[float, float]]
 
 
 @dataclass(eq=False)
@@ -19,18 +17,18 @@ class Text:
     served: int = 0
 
 
-def paged(count: int) -> tuple[float, float]:
+def paged(count):
     """A step of each further text reads what memory cannot hold: one text has 7 tokens a second, 16 together 2.4."""
     waits = 0.035 if count == 1 else 0.4 * count
     return 0.1 + 0.01 * count + waits, waits
 
 
-def shared(count: int) -> tuple[float, float]:
+def shared(count):
     """More texts share what a step reads, so all together have the most tokens a second, though half of it is waits."""
     return 0.1 + 0.05 * count, 0.05 + 0.025 * count
 
 
-def run(turns: Turns[Text], texts: list[Text], costs: Costs, seconds: float) -> dict[Text, list[float]]:
+def run(turns, texts, costs, seconds):
     """Take steps for so long, and return when each text was served."""
     now, served = 0.0, {text: [0.0] for text in texts}
     for step in itertools.count(1 + max(text.served for text in texts)):
@@ -47,13 +45,13 @@ def run(turns: Turns[Text], texts: list[Text], costs: Costs, seconds: float) -> 
     return served
 
 
-def rate(served: dict[Text, list[float]], since: float) -> float:
+def rate(served, since):
     """Tokens a second from then on."""
     times = [t for times in served.values() for t in times if t >= since]
     return len(times) / (max(times) - since)
 
 
-def test_texts_that_take_each_others_experts_decode_one_at_a_time() -> None:
+def test_texts_that_take_each_others_experts_decode_one_at_a_time():
     turns, texts = Turns[Text](), [Text() for _ in range(16)]
     served = run(turns, texts, paged, 1000)
     assert turns.most == 1
@@ -66,7 +64,7 @@ def test_texts_that_take_each_others_experts_decode_one_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(("costs", "most"), [(shared, 0.9), (lambda count: (0.1 + 0.01 * count, 0.0), 1.0)])
-def test_texts_that_gain_from_each_other_stay_together(costs: Costs, most: float) -> None:
+def test_texts_that_gain_from_each_other_stay_together(costs, most):
     turns, texts = Turns[Text](), [Text() for _ in range(16)]
     served = run(turns, texts, costs, 1000)
     assert rate(served, 300) >= most * 16 / costs(16)[0]
@@ -74,7 +72,7 @@ def test_texts_that_gain_from_each_other_stay_together(costs: Costs, most: float
         assert turns.most is None and all(len(times) == len(served[texts[0]]) for times in served.values())
 
 
-def test_it_goes_back_when_traffic_changes() -> None:
+def test_it_goes_back_when_traffic_changes():
     turns, texts = Turns[Text](), [Text() for _ in range(16)]
     run(turns, texts, paged, 400)
     assert turns.most == 1
@@ -82,13 +80,13 @@ def test_it_goes_back_when_traffic_changes() -> None:
     assert turns.most is None or turns.most >= 8
 
 
-def test_one_text_is_never_held_back() -> None:
+def test_one_text_is_never_held_back():
     turns, text = Turns[Text](), Text()
     served = run(turns, [text], lambda count: (0.1, 0.09), 100)
     assert len(served[text]) - 1 == pytest.approx(1000, abs=2)
 
 
-def test_a_turn_lasts_and_its_places_are_filled() -> None:
+def test_a_turn_lasts_and_its_places_are_filled():
     """Who leaves in the middle of a turn is replaced by who decoded longest ago; the others keep their turn."""
     turns, texts = Turns[Text](), [Text() for _ in range(5)]
     turns.most = 2

@@ -1,7 +1,5 @@
 """Health, metrics, the page and its JSON."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -9,10 +7,9 @@ import re
 import time
 import urllib.request
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running, ask
+from server_fixtures import NAME, ask
 from support import PATIENCE
 
 from moepack.shared.palette import PARTS, VERSIONS, colour
@@ -20,19 +17,19 @@ from moepack.shared.palette import PARTS, VERSIONS, colour
 PROMPT = "The history of"
 
 
-def fetch(running: Running, path: str) -> Any:
+def fetch(running, path):
     with urllib.request.urlopen(running.url + path, timeout=PATIENCE) as answer:
         return answer.headers, answer.read()
 
 
-def state(running: Running) -> Any:
+def state(running):
     """The page's JSON, made anew."""
     running.idle()
     time.sleep(0.3)
     return json.loads(fetch(running, "/live")[1])
 
 
-def test_live(running: Running) -> None:
+def test_live(running):
     """Every number equals that of the model or the budget, before and after an answer."""
     before = state(running)
     ask(running.url, PROMPT, max_tokens=10, ignore_eos=True)
@@ -57,13 +54,13 @@ def test_live(running: Running) -> None:
     assert budget["kv_used"] == 0 and after["running"] == after["waiting"] == 0 and after["chats"] is True
 
 
-def test_heat_is_beside_the_policys_own_counts(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heat_is_beside_the_policys_own_counts(running, monkeypatch):
     """The policy still counts every token."""
     live = running.model.moepack.manager
-    heard: list[int] = []
+    heard = []
     decide = live._decide
 
-    def listening(event: Any) -> None:
+    def listening(event):
         heard.append(sum(int(row.sum()) for row in getattr(event, "counts", ())))
         decide(event)
 
@@ -73,7 +70,7 @@ def test_heat_is_beside_the_policys_own_counts(running: Running, monkeypatch: py
     assert sum(heard) == (3 + 9) * 2 * 4
 
 
-def test_metrics(running: Running) -> None:
+def test_metrics(running):
     ask(running.url, PROMPT, max_tokens=5)
     running.idle()
     headers, raw = fetch(running, "/metrics")
@@ -90,7 +87,7 @@ def test_metrics(running: Running) -> None:
     assert sum(float(v) for k, v in found.items() if k.startswith("moepack_experts{")) == 4 * 16
 
 
-def test_health(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_health(running, monkeypatch):
     assert json.loads(fetch(running, "/health")[1])["status"] == "ok"
     monkeypatch.setattr(running.server.scheduler, "_error", "OSError: the disk is gone")
     with pytest.raises(urllib.error.HTTPError) as caught:
@@ -98,7 +95,7 @@ def test_health(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.code == 503 and json.load(caught.value)["status"] == "failing"
 
 
-def test_the_page_needs_nothing_from_elsewhere(running: Running) -> None:
+def test_the_page_needs_nothing_from_elsewhere(running):
     headers, page = fetch(running, "/")
     policy, text = headers["content-security-policy"], page.decode()
     assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
@@ -114,18 +111,18 @@ def test_the_page_needs_nothing_from_elsewhere(running: Running) -> None:
 class Elements(HTMLParser):
     """The ids of a page in order, with their attributes."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.found: dict[str, dict[str, str | None]] = {}
+        self.found = {}
         self.feed(text)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         if given.get("id"):
             self.found[str(given["id"])] = {"tag": tag, **given}
 
 
-def test_what_the_page_has(running: Running) -> None:
+def test_what_the_page_has(running):
     """Chat comes first on a phone; the answer is read aloud once, by an element of its own; the script finds all."""
     text = fetch(running, "/")[1].decode()
     found = Elements(text).found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.policies.claims import activation_similarity
 from moepack.pack.errors import InputError
-from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.reader import open_bundle
 from moepack.pack.tables import DenseTables
 from moepack.pipeline.allocate import (
     DenseCosts,
-    LayerCosts,
     allocate,
     bundle_costs,
     expected_losses,
@@ -25,7 +23,6 @@ from moepack.pipeline.allocate import (
 from moepack.pipeline.recipe import Allocate
 from moepack.runtime.allocation.knapsack import BudgetError, greedy, hull, spent, uniform
 from moepack.runtime.allocation.prefix_split import prefix_split
-from moepack.runtime.policies.contract import Versions
 
 Case = tuple[list[list[float]], list[list[float]], float]
 
@@ -42,14 +39,14 @@ def cases(draw: st.DrawFn) -> Case:
     return sizes, losses, draw(st.integers(int(least), int(most) + 4096))
 
 
-def brute_force(sizes: list[list[float]], losses: list[list[float]], budget: float) -> float:
+def brute_force(sizes, losses, budget):
     choices = itertools.product(*(range(len(row)) for row in sizes))
     return min(spent(losses, c) for c in choices if spent(sizes, c) <= budget)
 
 
 @settings(max_examples=200)
 @given(cases())
-def test_greedy_is_within_one_upgrade_of_the_best(case: Case) -> None:
+def test_greedy_is_within_one_upgrade_of_the_best(case):
     sizes, losses, budget = case
     chosen = greedy(sizes, losses, budget)
     assert spent(sizes, chosen) <= budget
@@ -64,7 +61,7 @@ def test_greedy_is_within_one_upgrade_of_the_best(case: Case) -> None:
 
 @settings(max_examples=100)
 @given(st.integers(1, 40), st.integers(2, 5), st.data())
-def test_uniform_is_two_neighbours_and_uses_the_budget_up(experts: int, versions: int, data: st.DataObject) -> None:
+def test_uniform_is_two_neighbours_and_uses_the_budget_up(experts, versions, data):
     steps = data.draw(st.lists(st.integers(1, 9), min_size=versions, max_size=versions))
     row = [float(s) for s in reversed(list(itertools.accumulate(steps)))]
     sizes = [row] * experts
@@ -77,7 +74,7 @@ def test_uniform_is_two_neighbours_and_uses_the_budget_up(experts: int, versions
         assert spent(sizes, chosen) + row[base - 1] - row[base] > budget  # not one more would fit
 
 
-def test_uniform_spreads_the_wider_version() -> None:
+def test_uniform_spreads_the_wider_version():
     sizes = [[3.0, 2.0]] * 16
     chosen = uniform(sizes, 2 * 16 + 8)
     assert chosen.count(0) == 8
@@ -87,7 +84,7 @@ def test_uniform_spreads_the_wider_version() -> None:
 
 @settings(max_examples=200)
 @given(st.data())
-def test_prefix_split_is_the_best_prefix(data: st.DataObject) -> None:
+def test_prefix_split_is_the_best_prefix(data):
     """context-aware-cxl-ndp, section 4.2, against every assignment that falls with importance: of those that spend most
     of the increments, the one of the greatest gain."""
     widths = sorted(data.draw(st.sets(st.integers(1, 6), min_size=1, max_size=4)))
@@ -97,7 +94,7 @@ def test_prefix_split_is_the_best_prefix(data: st.DataObject) -> None:
     losses = data.draw(st.lists(row, min_size=count, max_size=count))  # not always falling with the width
     average = data.draw(st.integers(0, 12)) / 12 * (widths[-1] - widths[0]) + widths[0]
     order = sorted(range(count), key=lambda e: -importance[e])
-    found: dict[int, float] = {}
+    found = {}
     for chosen in itertools.product(range(len(widths)), repeat=count):
         bits = sum(widths[c] for c in chosen)
         if list(chosen) == sorted(chosen, reverse=True) and bits <= count * average + 1e-9:
@@ -108,31 +105,31 @@ def test_prefix_split_is_the_best_prefix(data: st.DataObject) -> None:
     assert sum(losses[e][0] - losses[e][widths.index(b)] for e, b in enumerate(got)) == found[max(found)]
 
 
-def test_activations_alike() -> None:
+def test_activations_alike():
     assert activation_similarity([2, 0, 1], [4, 0, 2]) == pytest.approx(1)
     assert activation_similarity([1, 0], [0, 3]) == activation_similarity([0, 0], [1, 1]) == 0
     assert activation_similarity([3, 4], [4, 3]) == pytest.approx(24 / 25)
 
 
 @pytest.mark.parametrize("method", [greedy, lambda sizes, losses, budget: uniform(sizes, budget)])
-def test_a_budget_that_cannot_be_met_says_what_would_do(method: object) -> None:
+def test_a_budget_that_cannot_be_met_says_what_would_do(method):
     sizes, losses = [[8.0, 4.0], [9.0, 5.0]], [[0.0, 1.0], [0.0, 1.0]]
     with pytest.raises(BudgetError, match="the smallest versions take 9 bytes, the budget is 8") as error:
-        method(sizes, losses, 8.9 - 0.6)  # type: ignore[operator]
+        method(sizes, losses, 8.9 - 0.6)
     assert error.value.least == 9
-    assert method(sizes, losses, 9) == [1, 1]  # type: ignore[operator]
+    assert method(sizes, losses, 9) == [1, 1]
 
 
 # --- over a bundle's tables
 
 
 @pytest.fixture(scope="module")
-def measured(bundle: Path) -> tuple[Bundle, list[LayerCosts]]:
+def measured(bundle):
     opened = open_bundle(bundle)
     return opened, bundle_costs(opened)
 
 
-def test_sizes_are_whole_extents(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+def test_sizes_are_whole_extents(measured):
     opened, costs = measured
     for position, layer in enumerate(opened.layers):
         for v, version in enumerate(opened.versions):
@@ -144,20 +141,20 @@ def test_sizes_are_whole_extents(measured: tuple[Bundle, list[LayerCosts]]) -> N
                 assert {row[v] for row in costs[position].sizes} == {version.resident_size(layer.matrices)}
 
 
-def test_expected_losses(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+def test_expected_losses(measured):
     layer = measured[1][0]
     assert expected_losses(layer, "gates")[3][2] == (layer.tokens[3] + 1) * layer.gated[3][2]
     assert expected_losses(layer, "logits") == expected_losses(layer, "gates"), "without `weight: logits`"
 
 
-def total_bytes(table: Versions, opened: Bundle, costs: list[LayerCosts]) -> float:
+def total_bytes(table, opened, costs):
     """Bytes of all experts' extents at the versions that a map names."""
     column = {v.name: i for i, v in enumerate(opened.versions)}
     return sum(spent(c.sizes, [column[name] for name in row]) for row, c in zip(table, costs, strict=True))
 
 
 @pytest.mark.parametrize("bits", [2.7, 3.0, 3.7, 12.0])
-def test_the_map_keeps_to_the_bytes(measured: tuple[Bundle, list[LayerCosts]], bits: float) -> None:
+def test_the_map_keeps_to_the_bytes(measured, bits):
     opened, costs = measured
     table = allocate(Allocate(bits), opened.layers, opened.versions, costs).versions
     used, budget = total_bytes(table, opened, costs), bits / 8 * opened.expert_weights
@@ -166,7 +163,7 @@ def test_the_map_keeps_to_the_bytes(measured: tuple[Bundle, list[LayerCosts]], b
     assert used > budget - widest or {v for row in table for v in row} == {"bf16"}
 
 
-def test_greedy_loses_less_than_one_version_for_all(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+def test_greedy_loses_less_than_one_version_for_all(measured):
     _, costs = measured
     sizes = [row for c in costs for row in c.sizes]
     losses = [row for c in costs for row in expected_losses(c, "gates")]
@@ -174,13 +171,13 @@ def test_greedy_loses_less_than_one_version_for_all(measured: tuple[Bundle, list
     assert spent(losses, greedy(sizes, losses, budget)) < spent(losses, uniform(sizes, budget))
 
 
-def test_the_least_average_is_named(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+def test_the_least_average_is_named(measured):
     opened, costs = measured
     with pytest.raises(InputError, match=r"average_bits 1\.1 cannot be met: the smallest versions take 1\.333 bits"):
         allocate(Allocate(1.1), opened.layers, opened.versions, costs)
 
 
-def test_experts_and_dense_matrices_under_one_budget(measured: tuple[Bundle, list[LayerCosts]]) -> None:
+def test_experts_and_dense_matrices_under_one_budget(measured):
     """Against the same problem written out by hand; never past the budget; the dearer the error, the more precise."""
     opened, costs = measured
     tables = DenseTables(

@@ -1,15 +1,11 @@
 """Routers and attention: their own code around a kernel, equal results, and what is left alone."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,12 +28,12 @@ F = nn.functional
 
 
 @pytest.fixture(autouse=True)
-def every_level() -> Any:
+def every_level():
     yield
     native.use_level()
 
 
-def exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+def exact(query, key, value, scale):
     each = query.shape[1] // key.shape[1]
     key, value = (t.double().repeat_interleave(each, 1) for t in (key, value))
     return F.scaled_dot_product_attention(query.double(), key, value, scale=scale).transpose(1, 2)
@@ -46,7 +42,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 LEVELS = (0, 1, 2, 4)  # those that attention.c tells apart
 
 
-def near(made: Tensor, wanted: Tensor, values: Tensor, level: int) -> bool:
+def near(made, wanted, values, level):
     """Whether results differ by rounding; the BF16 products of level 4 round weights too, by 2^-9 of each."""
     most = 2**-8 * float(values.abs().max()) if native.use_level(level) > 2 else 1e-5
     return bool(((made - wanted).abs() <= 2**-8 * wanted.abs() + most).all())
@@ -58,9 +54,7 @@ def near(made: Tensor, wanted: Tensor, values: Tensor, level: int) -> bool:
     [(1, 32, 4, 128, 128, 128), (3, 6, 2, 33, 40, 40), (2, 4, 4, 1, 64, 24), (1, 3, 1, 700, 33, 5),
      (1, 8, 2, 2500, 64, 96)],
 )  # fmt: skip
-def test_attention_of_one_token(
-    level: int, batch: int, heads: int, groups: int, length: int, cols: int, out: int
-) -> None:
+def test_attention_of_one_token(level, batch, heads, groups, length, cols, out):
     native.use_level(level)
     torch.manual_seed(length)
     query = torch.randn(batch, 1, heads, cols).bfloat16().transpose(1, 2)
@@ -80,9 +74,7 @@ def test_attention_of_one_token(
     ("heads", "groups", "tokens", "length", "cols", "second"),
     [(16, 1, 1, 2300, 64, 32), (5, 1, 7, 130, 48, 24), (6, 2, 3, 9, 96, 32)],
 )  # fmt: skip
-def test_attention_of_more_tokens_over_keys_in_two_parts(
-    level: int, heads: int, groups: int, tokens: int, length: int, cols: int, second: int
-) -> None:
+def test_attention_of_more_tokens_over_keys_in_two_parts(level, heads, groups, tokens, length, cols, second):
     """As a latent layer's: values are the first part of the keys. With a mask, and with that of the tokens' order."""
     native.use_level(level)
     torch.manual_seed(length)
@@ -106,7 +98,7 @@ def test_attention_of_more_tokens_over_keys_in_two_parts(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("name", [LOSSLESS, "w8", "w4", "w3", "mxfp4"])
-def test_products_of_heads(level: int, name: str) -> None:
+def test_products_of_heads(level, name):
     """Each head by its own rows of one matrix, as it is and transposed: plain and packed, of one token and of 18."""
     native.use_level(level)
     torch.manual_seed(0)
@@ -131,7 +123,7 @@ def test_products_of_heads(level: int, name: str) -> None:
             assert (made - wanted).abs().max() <= 2**-7 * wanted.abs().max()
 
 
-def test_what_attention_refuses() -> None:
+def test_what_attention_refuses():
     q, k = torch.zeros(1, 4, 1, 8).bfloat16(), torch.zeros(1, 2, 5, 8).bfloat16()
     for query, key, value in ((q.repeat(1, 1, 6, 1), k, k), (q, k[:, :, :0], k[:, :, :0]), (q[:, :3], k, k),
                               (q, k.transpose(2, 3).contiguous().transpose(2, 3), k), (q, k, k[:, :1])):  # fmt: skip
@@ -139,8 +131,8 @@ def test_what_attention_refuses() -> None:
             attend(query, key, value, 1.0)
 
 
-def test_only_one_new_token_without_a_mask_is_the_kernels() -> None:
-    def plain(*args: Any, **kwargs: Any) -> str:
+def test_only_one_new_token_without_a_mask_is_the_kernels():
+    def plain(*args, **kwargs):
         return "plain"
 
     attention, module = _one_token(plain), SimpleNamespace(num_key_value_groups=2)
@@ -151,14 +143,14 @@ def test_only_one_new_token_without_a_mask_is_the_kernels() -> None:
         {"query": q.repeat(1, 1, 2, 1)}, {"attention_mask": torch.ones(1)}, {"dropout": 0.1}, {"query": q.float()},
         {"softcap": 3.0}, {"s_aux": torch.ones(1)}, {"query": q.clone().requires_grad_()},
     ):  # fmt: skip
-        given: dict[str, Any] = {"query": q, "key": k, "value": k, "attention_mask": None} | changed
+        given = {"query": q, "key": k, "value": k, "attention_mask": None} | changed
         assert attention(module, **given) == "plain", changed
     assert attention(SimpleNamespace(num_key_value_groups=4), q, k, k, None) == "plain", "torch repeats keys as it says"
     with torch.no_grad():
         assert attention(module, q.clone().requires_grad_(), k, k, None) != "plain"
 
 
-def test_only_transformers_own_function_is_replaced() -> None:
+def test_only_transformers_own_function_is_replaced():
     """Another one may be registered as "sdpa": it runs, whatever its arguments are. A watched one counts as its own."""
     registry, table = ALL_ATTENTION_FUNCTIONS, {"sdpa": exact}
     own = _Registry(registry, _served)
@@ -168,17 +160,17 @@ def test_only_transformers_own_function_is_replaced() -> None:
 
 
 class Block(nn.Module):
-    def __init__(self, gate: nn.Module) -> None:
+    def __init__(self, gate):
         super().__init__()
         self.gate, self.experts = gate, nn.Identity()
 
 
 class Router(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight, self.used = nn.Parameter(torch.randn(8, 96)), 0
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         logits = F.linear(x, self.weight)
         return logits, logits.topk(2).indices
 
@@ -186,13 +178,13 @@ class Router(nn.Module):
 class Other(Router):
     """Its logits are not those of its weight alone."""
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x):
         self.used += 1
         logits = F.linear(x, self.weight) * self.used
         return logits, logits.topk(2).indices
 
 
-def test_routers_run_their_own_code() -> None:
+def test_routers_run_their_own_code():
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": Block(Router()), "b": Block(Other()), "c": Block(nn.Linear(96, 8))}).bfloat16()
     assert serve_routers(model, ["a.experts", "b.experts", "c.experts"]) == {"Router": 1, "Linear": 1}
@@ -208,7 +200,7 @@ def test_routers_run_their_own_code() -> None:
     assert torch.equal(router(many)[0], F.linear(many, router.weight))
 
 
-def test_a_served_model_decodes_as_without_kernels(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_served_model_decodes_as_without_kernels(bundle, monkeypatch):
     """Step by step after a prompt: the logits of a model whose modules are their own."""
     served = moepack.load(bundle, policy="static:bf16", dtype=torch.bfloat16)
     assert {"Qwen3MoeRMSNorm", "Qwen3MoeTopKRouter", "Qwen3MoeAttention"} <= served.moepack.replaced.keys()
@@ -228,12 +220,12 @@ def test_a_served_model_decodes_as_without_kernels(bundle: Path, monkeypatch: py
             assert divergence.max() < 2e-3
 
 
-def test_attention_modules_keep_their_code(bundle: Path) -> None:
+def test_attention_modules_keep_their_code(bundle):
     model = moepack.load(bundle, policy="static:bf16")
     assert serve_attention(model) == {}, "once is enough"
 
 
-def test_a_budget_leaves_matrices_where_kernels_read_them(bundle: Path) -> None:
+def test_a_budget_leaves_matrices_where_kernels_read_them(bundle):
     """Weights are copied out of their files before they move into huge pages, not after."""
     with moepack.load(bundle, policy="static:w4", device_memory=64_000_000, dtype=torch.bfloat16).moepack as serving:
         assert serving.budget_bytes == 64_000_000

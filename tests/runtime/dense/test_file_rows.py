@@ -1,10 +1,6 @@
 """An embedding that stays in its file: the same numbers, less memory, and what a changed file is answered."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +25,7 @@ RECIPE = "versions: [w4]\nquantize: {method: rtn, group_size: 32, loss_tokens: 3
 IDS = torch.tensor([[5, 9, 5, 300, 0, 17]])
 
 
-def table(tmp_path: Path, rows: int = 7, cols: int = 40) -> tuple[nn.Embedding, Path]:
+def table(tmp_path, rows=7, cols=40):
     """An embedding, and a file that holds it from byte 24 on."""
     of = nn.Embedding(rows, cols, dtype=torch.bfloat16)
     file = tmp_path / "rows"
@@ -37,7 +33,7 @@ def table(tmp_path: Path, rows: int = 7, cols: int = 40) -> tuple[nn.Embedding, 
     return of, file
 
 
-def test_under_a_memory_limit_rows_are_read_from_the_file(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_under_a_memory_limit_rows_are_read_from_the_file(short_model, text, tmp_path):
     save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
     bundle = tmp_path / "bundle"
     build(tmp_path / "untied", bundle, parse_recipe(RECIPE, "tiny"), [text])
@@ -63,14 +59,12 @@ def test_under_a_memory_limit_rows_are_read_from_the_file(short_model: Path, tex
     limited.moepack.close()
 
 
-def test_a_change_while_its_file_is_checked_is_found(
-    short_model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_while_its_file_is_checked_is_found(short_model, text, tmp_path, monkeypatch):
     save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
     build(tmp_path / "untied", tmp_path / "bundle", parse_recipe(RECIPE, "tiny"), [text])
     digest = mapped._digest
 
-    def changed(file: int, *others: Any) -> str:
+    def changed(file, *others):
         found = digest(file, *others)
         os.utime(file, ns=(1, 1))  # a writer that comes behind the reader
         return found
@@ -82,7 +76,7 @@ def test_a_change_while_its_file_is_checked_is_found(
     model.moepack.close()
 
 
-def test_a_converted_embedding_is_in_memory(short_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_converted_embedding_is_in_memory(short_model, text, tmp_path):
     """A limit counts it: transformers makes a float32 table of a file in BF16."""
     save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
     build(tmp_path / "untied", tmp_path / "bundle", parse_recipe(RECIPE, "tiny"), [text])
@@ -97,7 +91,7 @@ def test_a_converted_embedding_is_in_memory(short_model: Path, text: Path, tmp_p
     model.moepack.close()
 
 
-def test_rows_have_the_files_bits(tmp_path: Path) -> None:
+def test_rows_have_the_files_bits(tmp_path):
     of, file = table(tmp_path)
     rows = FileRows(of, os.open(file, os.O_RDONLY), 24, str(file))
     for ids in (torch.tensor([[6, 0, 3], [3, 3, 6]]), torch.tensor([2]), torch.empty(1, 0, dtype=torch.int64)):
@@ -118,13 +112,13 @@ def test_rows_have_the_files_bits(tmp_path: Path) -> None:
         os.fstat(descriptor)
 
 
-def test_an_embedding_that_others_use_stays_in_memory() -> None:
+def test_an_embedding_that_others_use_stays_in_memory():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rows, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
 
-        def get_input_embeddings(self) -> nn.Module:
+        def get_input_embeddings(self):
             return self.rows
 
     model = Model()

@@ -1,10 +1,7 @@
 """Attention over latents: the errors of the family's own code, whatever the map is, and what is left to that code."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ PARTS = (9, 1, 1, 3, 1, 25)  # tokens of successive passes
 LENGTH = sum(PARTS)
 
 
-def attention(name: str, dtype: torch.dtype) -> Any:
+def attention(name, dtype):
     """A random model of one layer of DeepSeek-V3, whose latents have 32 numbers for 4 heads of 16 and 16."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32}
@@ -48,7 +45,7 @@ def attention(name: str, dtype: torch.dtype) -> Any:
     return model
 
 
-def passes(model: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+def passes(model, x, mask=None):
     """What the layer's attention makes of successive parts of x [batch, LENGTH, hidden]; `mask` is of all tokens."""
     module, cache, out, at = model.model.layers[0].self_attn, DynamicCache(config=model.config), [], 0
     places = torch.arange(LENGTH).repeat(len(x), 1)
@@ -69,16 +66,16 @@ def passes(model: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
 class Counted:
     """Counts attention over latents as they are, and over those that are expanded for some heads at a time."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.absorbed = self.expanded = 0
         attend, by_heads = Latents.attend, Latents.by_heads
 
-        def counted(of: Latents, *given: Any) -> Tensor | None:
+        def counted(of, *given):
             made = attend(of, *given)
             self.absorbed += made is not None
             return made
 
-        def apart(of: Latents, *given: Any) -> Tensor:
+        def apart(of, *given):
             self.expanded += 1
             return by_heads(of, *given)
 
@@ -89,9 +86,7 @@ class Counted:
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["plain", "w8", "w4"])
-def test_errors_are_those_of_rounding(
-    name: str, dtype: torch.dtype, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_are_those_of_rounding(name, dtype, padded, monkeypatch):
     """Beside float64, no more than 1.2 times the errors of the family's own code: alone, and with a padded sequence."""
     monkeypatch.setattr(latent, "EXPANDED", 1 << 13)  # bytes: two heads or fewer at a time
     own = attention(name, dtype)
@@ -119,13 +114,13 @@ def test_errors_are_those_of_rounding(
     assert errors[0] <= 1.2 * errors[1] + 1e-7 * float(wanted.abs().max()), errors
 
 
-def test_a_layer_that_expands_otherwise_keeps_its_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_expands_otherwise_keeps_its_own_code(monkeypatch):
     """The fault: one family's arithmetic taken for another's by the names of its parts."""
     model = attention("plain", torch.bfloat16)
-    kind: Any = type(model.model.layers[0].self_attn)
+    kind = type(model.model.layers[0].self_attn)
     plain = kind.expand_kv
 
-    def expand_kv(self: Any, latents: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, latents, turned):
         keys, values = plain(self, latents, turned)
         return keys, 1.1 * values
 
@@ -134,7 +129,7 @@ def test_a_layer_that_expands_otherwise_keeps_its_own_code(monkeypatch: pytest.M
     assert serve_latents(model) == {}
 
 
-def test_what_is_left_to_the_familys_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_to_the_familys_code(monkeypatch):
     """Gradients, another map, hooks on it, and a policy that watches the keys all see expanded keys and values."""
     model = attention("plain", torch.bfloat16)
     own = attention("plain", torch.bfloat16)
@@ -145,13 +140,13 @@ def test_what_is_left_to_the_familys_code(monkeypatch: pytest.MonkeyPatch) -> No
     x = torch.randn(1, LENGTH, 64).bfloat16()
     ran = Counted(monkeypatch)
 
-    def is_plain() -> bool:
+    def is_plain():
         ran.absorbed = ran.expanded = 0
         same = torch.equal(passes(model, x), passes(own, x))
         return same and ran.absorbed == ran.expanded == 0
 
     assert not is_plain() and ran.absorbed == 5
-    with opened(Step(importance=SimpleNamespace(saw=lambda *_: None))):  # type: ignore[arg-type]
+    with opened(Step(importance=SimpleNamespace(saw=lambda *_: None))):
         assert is_plain()
     hook = module.kv_b_proj.register_forward_hook(lambda *_: None)
     assert is_plain()
@@ -169,7 +164,7 @@ def test_what_is_left_to_the_familys_code(monkeypatch: pytest.MonkeyPatch) -> No
         assert isinstance(copied.expand_kv(*latents)[0], Tensor), "a copy's map is not where the kernels read"
 
 
-def test_maps_that_are_no_plain_matrix_are_refused() -> None:
+def test_maps_that_are_no_plain_matrix_are_refused():
     module = attention("plain", torch.bfloat16).model.layers[0].self_attn
     assert LatentMap(module)._kernel() is not None
     module.v_head_dim = 24

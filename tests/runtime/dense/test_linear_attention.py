@@ -1,15 +1,11 @@
 """Linear attention by the kernel in families' own models: errors of plain BF16, states in transformers' own cache."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from tiny_models import random_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next as code
 
@@ -23,7 +19,7 @@ from moepack.runtime.dense.linear_attention import serve_linear_attention
 from moepack.runtime.kernels.delta_native import DeltaRule
 
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 40}
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "qwen3_next": HEADS,
     "qwen3_5_moe_text": {**HEADS, "num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 48},
     "kimi_linear": {
@@ -36,7 +32,7 @@ IDS = torch.randint(1, 60, (2, 90), generator=torch.Generator().manual_seed(0))
 STEPS = (70, *(1,) * 12, 8)  # tokens of the passes: a prompt of more than a block, tokens, and a few after them
 
 
-def model_of(family: str, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> Any:
+def model_of(family, dtype=torch.bfloat16, **extra):
     """A random model, whose layers forget at many rates, not yet served."""
     model, _ = random_model(family, torch.float32, **{"hidden_size": 64, **FAMILIES[family], **extra})
     draw = torch.Generator().manual_seed(0)
@@ -51,18 +47,18 @@ def model_of(family: str, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> 
     return model.bfloat16().to(dtype).requires_grad_(False).eval()
 
 
-def served(model: Any) -> Any:
+def served(model):
     experts = [SimpleNamespace(module=n) for n, _ in model.named_modules() if n.endswith(".experts")]
-    linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)  # type: ignore[arg-type]
+    linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)
     model.changed = serve_linear_attention(model)
     return model
 
 
-def layers_of(model: Any) -> list[nn.Module]:
+def layers_of(model):
     return [m for m in model.modules() if hasattr(m, "conv1d")]
 
 
-def outputs(model: Any, steps: tuple[int, ...] = STEPS, mask: Tensor | None = None) -> tuple[Tensor, DynamicCache]:
+def outputs(model, steps=STEPS, mask=None):
     """What the layers of linear attention make of the same random input, pass by pass, and the cache after it."""
     cache = DynamicCache(config=model.config)
     made = []
@@ -78,16 +74,16 @@ def outputs(model: Any, steps: tuple[int, ...] = STEPS, mask: Tensor | None = No
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def runs(monkeypatch):
     """The tokens of each call of the kernel."""
-    ran: list[int] = []
-    run: Callable[..., Tensor] = DeltaRule.run
+    ran = []
+    run = DeltaRule.run
     monkeypatch.setattr(DeltaRule, "run", lambda *given: ran.append(given[2][-1]) or run(*given))
     return ran
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_errors_are_at_most_those_of_plain_bf16(family: str, runs: list[int]) -> None:
+def test_errors_are_at_most_those_of_plain_bf16(family, runs):
     """Against float32, of results and of states: of two sequences, one of which begins with padding."""
     mask = torch.ones(2, STEPS[0], dtype=torch.bool)
     mask[1, :3] = False
@@ -107,7 +103,7 @@ def test_errors_are_at_most_those_of_plain_bf16(family: str, runs: list[int]) ->
             assert (state - right).norm() < 1.2 * (other - right).norm()
 
 
-def test_tokens_one_by_one_are_those_of_transformers(runs: list[int]) -> None:
+def test_tokens_one_by_one_are_those_of_transformers(runs):
     """Of whole models, logits in BF16, and in float32, where modules keep their own code."""
     for dtype, most in ((torch.bfloat16, 1.2), (torch.float32, 1.0)):
         models = (
@@ -126,7 +122,7 @@ def test_tokens_one_by_one_are_those_of_transformers(runs: list[int]) -> None:
         assert (ours - exact).norm() <= most * (plain - exact).norm() + 1e-5 * exact.norm()
 
 
-def test_caches_that_keep_more_are_left_to_the_model(runs: list[int]) -> None:
+def test_caches_that_keep_more_are_left_to_the_model(runs):
     """As assisted generation does: a cache that records its past, so that tokens can be taken back."""
     model = served(model_of("qwen3_next"))
     layer = layers_of(model)[0]
@@ -150,21 +146,21 @@ def test_caches_that_keep_more_are_left_to_the_model(runs: list[int]) -> None:
         assert torch.equal(layer(hidden_states=x, cache=cache), whole)
 
 
-def test_a_layer_with_hooks_or_adapters_runs_its_own_code(runs: list[int]) -> None:
+def test_a_layer_with_hooks_or_adapters_runs_its_own_code(runs):
     model = served(model_of("qwen3_next"))
     layer = layers_of(model)[0]
     x = torch.randn(1, 3, layer.hidden_size).bfloat16()
     runs.clear()
-    seen: list[int] = []
-    hook = layer.norm.register_forward_hook(lambda *_: seen.append(1))  # type: ignore[union-attr,operator]
+    seen = []
+    hook = layer.norm.register_forward_hook(lambda *_: seen.append(1))
     with torch.no_grad():
         layer(hidden_states=x)
     hook.remove()
     assert seen and not runs
-    layer.in_proj_ba = nn.Linear(layer.hidden_size, layer.in_proj_ba.out_features, bias=False).bfloat16()  # type: ignore
+    layer.in_proj_ba = nn.Linear(layer.hidden_size, layer.in_proj_ba.out_features, bias=False).bfloat16()
     assert layer(hidden_states=x).requires_grad and not runs
     with torch.no_grad():
-        layer.A_log.data = layer.A_log.data.clone()  # type: ignore[union-attr]
+        layer.A_log.data = layer.A_log.data.clone()
         layer(hidden_states=x)
     assert not runs
 
@@ -172,11 +168,11 @@ def test_a_layer_with_hooks_or_adapters_runs_its_own_code(runs: list[int]) -> No
 class Louder(code.Qwen3NextGatedDeltaNet):
     """Reads no name that the kernel does not know, and computes something else."""
 
-    def forward(self, hidden_states: Tensor, cache: Any = None, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):
         return super().forward(hidden_states=hidden_states, cache=cache, attention_mask=attention_mask, **kwargs) * 1.1
 
 
-def test_code_that_differs_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_differs_stays(monkeypatch):
     """Planted: results a tenth too large, and a state whose decay is another."""
     model = model_of("qwen3_next")
     Louder.forward.__code__ = Louder.forward.__code__.replace(

@@ -1,15 +1,12 @@
 """Dense matrices by the experts' kernels: against torch, in groups, in threads, and what is not theirs to do."""
 
-from __future__ import annotations
-
 import copy
 import threading
-from typing import Any
 
 import pytest
 import torch
 from support import random_matrix
-from torch import Tensor, nn
+from torch import nn
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense import linears as module_under_test
@@ -23,18 +20,18 @@ pytestmark = pytest.mark.skipif(backends.backend(torch.device("cpu")) != "native
 
 
 class Attention(nn.Module):
-    def __init__(self, bias: bool = False) -> None:
+    def __init__(self, bias=False):
         super().__init__()
         self.q_proj, self.k_proj = nn.Linear(96, 128, bias), nn.Linear(96, 64, bias)
         self.v_proj, self.o_proj = nn.Linear(96, 64, bias), nn.Linear(128, 96, bias)
         self.gate = nn.Linear(96, 96)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         return self.o_proj(q + torch.cat([k, v], -1))
 
 
-def packed(matrix: Matrix, version: Version, seed: int) -> tuple[PackedLinear, Tensor]:
+def packed(matrix, version, seed):
     """A packed map with moderate weights, and them as float32."""
     made = random_matrix(matrix, version, seed)
     scale = torch.rand(made.scale.shape, generator=torch.Generator().manual_seed(seed)).bfloat16() * 0.01
@@ -48,14 +45,14 @@ def packed(matrix: Matrix, version: Version, seed: int) -> tuple[PackedLinear, T
     return module, torch.from_numpy(made.dequantise(version))
 
 
-def grouped(modules: list[PackedLinear]) -> Group:
+def grouped(modules):
     group = Group([PackedMatrix(m.matrix, m.version, m.packed) for m in modules])
     for i, m in enumerate(modules):
         m.group, m.which = group, i
     return group
 
 
-def test_what_is_found_and_what_goes_together() -> None:
+def test_what_is_found_and_what_goes_together():
     model = nn.ModuleDict({"a": Attention(), "experts": Attention(), "small": nn.Linear(63, 64)})
     names = list(linears(model, ["experts"]))
     assert names == ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj"], "no router, no expert, nothing small"
@@ -67,7 +64,7 @@ def test_what_is_found_and_what_goes_together() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 40])
-def test_bf16_matrices_move_and_multiply_as_torch_does(bias: bool, tokens: int) -> None:
+def test_bf16_matrices_move_and_multiply_as_torch_does(bias, tokens):
     torch.manual_seed(0)
     model = Attention(bias).bfloat16().requires_grad_(False)
     x = torch.randn(2, tokens, 96).bfloat16()[:1]
@@ -79,7 +76,7 @@ def test_bf16_matrices_move_and_multiply_as_torch_does(bias: bool, tokens: int) 
         layers = ()
         manifest = type("M", (), {"dense": ()})
 
-    module_under_test.serve(model, Bundle(), (), True)  # type: ignore[arg-type]
+    module_under_test.serve(model, Bundle(), (), True)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     made = model(x)
     assert (made.float() - wanted(x.float())).abs().max() < 0.03 and made.dtype == torch.bfloat16
@@ -101,7 +98,7 @@ def test_bf16_matrices_move_and_multiply_as_torch_does(bias: bool, tokens: int) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["w8", "w4", "w2"])
-def test_packed_maps_are_their_dequantised_weights(name: str, dtype: torch.dtype) -> None:
+def test_packed_maps_are_their_dequantised_weights(name, dtype):
     version = Version.of(name, 32)
     made, weights = zip(*(packed(Matrix("weight", r, 100, True), version, r) for r in (70, 33, 16)), strict=True)
     grouped(list(made))
@@ -115,11 +112,11 @@ def test_packed_maps_are_their_dequantised_weights(name: str, dtype: torch.dtype
             assert (got - wanted).abs().max() < least * wanted.abs().max()
 
 
-def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch):
     made = [packed(Matrix("weight", 64, 64), Version.of("w4", 64), i)[0] for i in range(3)]
     group, calls = grouped(made), []
     run = group._products
-    group._products = lambda x, which: calls.append(tuple(which)) or run(x, which)  # type: ignore[assignment,func-returns-value]
+    group._products = lambda x, which: calls.append(tuple(which)) or run(x, which)
     x = torch.randn(1, 64)
     alone = [run(x, (i,))[0] for i in range(3)]
     assert all(torch.equal(m(x), y) for m, y in zip(made, alone, strict=True)) and calls == [(0, 1, 2)]
@@ -128,7 +125,7 @@ def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch: pytes
     x.mul_(2)  # the very tensor, changed
     assert torch.equal(made[1](x), run(x, (1,))[0]) and calls == [(0, 1, 2), (0, 1, 2)]
     calls.clear()
-    found: list[Any] = []
+    found = []
     thread = threading.Thread(target=lambda: found.append(made[2](x)))
     thread.start()
     thread.join()
@@ -139,7 +136,7 @@ def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch: pytes
     assert calls[-1] == (1,), "maps that are given different inputs are multiplied by one by one"
 
 
-def test_in_inference_mode_an_input_is_compared() -> None:
+def test_in_inference_mode_an_input_is_compared():
     made = [packed(Matrix("weight", 64, 64), Version.of("w4", 64), i)[0] for i in range(2)]
     group = grouped(made)
     with torch.inference_mode():
@@ -149,7 +146,7 @@ def test_in_inference_mode_an_input_is_compared() -> None:
         assert torch.equal(made[1](x), group._products(x, (1,))[0])
 
 
-def test_gradients_and_copies() -> None:
+def test_gradients_and_copies():
     version = Version.of("w8", 64)
     module, weight = packed(Matrix("weight", 64, 64), version, 1)
     grouped([module])
@@ -161,7 +158,7 @@ def test_gradients_and_copies() -> None:
     assert torch.equal(compiled, module(x.detach()))
 
 
-def test_without_tiles_bf16_is_torchs_past_the_measured_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tiles_bf16_is_torchs_past_the_measured_limit(monkeypatch):
     """The limit of a processor that does not multiply BF16 is measured; it need not be that of one that does."""
     monkeypatch.setattr(backends, "dense_limits", lambda dtype, names: [40 for _ in names])
     monkeypatch.setattr(affine_native, "has_tiles", lambda dtype: True)

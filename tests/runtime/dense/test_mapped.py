@@ -1,14 +1,11 @@
 """Tensors that leave mapped files: their values, their files' digests, and what is in memory meanwhile."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import mmap
 import os
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,13 +22,13 @@ from moepack.runtime.store.page_file import PageFile, is_cached
 MIB = 1 << 20
 
 
-def opened(file: Path) -> Any:
+def opened(file):
     """What `own` reads of a bundle with this one file."""
     entry = SimpleNamespace(size=file.stat().st_size, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
     return SimpleNamespace(path=file.parent, manifest=SimpleNamespace(files={file.name: entry, "config.json": None}))
 
 
-def test_a_model_serves_the_bytes_that_were_checked(damaged: Path) -> None:
+def test_a_model_serves_the_bytes_that_were_checked(damaged):
     """In a budget its tensors are the file's, in own memory; a changed byte is found before they serve."""
     plain = moepack.load(damaged, policy="static:w4")
     owned = moepack.load(damaged, policy="static:w4", device_memory="1GB")
@@ -51,7 +48,7 @@ def test_a_model_serves_the_bytes_that_were_checked(damaged: Path) -> None:
         moepack.load(damaged, policy="static:w4", device_memory="1GB")
 
 
-def test_a_name_may_hold_anything(tmp_path: Path) -> None:
+def test_a_name_may_hold_anything(tmp_path):
     """The system writes the ends of lines in mapped files' names in another way."""
     (folder := tmp_path / "a\nb (deleted)").mkdir()
     save_file({"a": torch.ones(1 << 20)}, folder / "x.safetensors")
@@ -61,7 +58,7 @@ def test_a_name_may_hold_anything(tmp_path: Path) -> None:
     assert bool((model["a"] == 1).all())
 
 
-def test_what_another_mapping_had_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_mapping_had_is_left_alone(tmp_path, monkeypatch):
     """A model that was dropped may unmap the same file meanwhile: its addresses are then another allocation's."""
     file = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(1 << 20)}, file)
@@ -76,7 +73,7 @@ def test_what_another_mapping_had_is_left_alone(tmp_path: Path, monkeypatch: pyt
     assert memory[:] == b"x" * 8192 and bool((model["a"] == 1).all())
 
 
-def test_weights_are_never_held_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_never_held_twice(tmp_path, monkeypatch):
     """Of 192 MB that are mapped none are read through the mapping, and four pieces wait to be copied; the page cache
     holds none afterwards. Tensors begin and end anywhere in pages and pieces; one that no parameter has is checked."""
     file = tmp_path / "x.safetensors"
@@ -90,10 +87,10 @@ def test_weights_are_never_held_twice(tmp_path: Path, monkeypatch: pytest.Monkey
     with safe_open(file, "pt") as tensors:
         model = torch.nn.ParameterDict({n: tensors.get_slice(n)[...] for n in "abc"}).requires_grad_(False)
     model["tied"] = model["a"]
-    (own, shared), most = host_limit.resident(), list[int]()
-    copied, pieces = mapped._copy, list[int]()
+    (own, shared), most = host_limit.resident(), []
+    copied, pieces = mapped._copy, []
 
-    def copy(made: Any, at: int, wanted: Any) -> None:
+    def copy(made, at, wanted):
         copied(made, at, wanted)
         pieces.append(len(made))
         now = host_limit.resident()
@@ -110,7 +107,7 @@ def test_weights_are_never_held_twice(tmp_path: Path, monkeypatch: pytest.Monkey
         assert not (pages.direct and kept)
 
 
-def test_a_file_that_was_replaced_is_no_source(tmp_path: Path) -> None:
+def test_a_file_that_was_replaced_is_no_source(tmp_path):
     """The mapping is of the file that was there, and the digest of the one that is."""
     file, other = tmp_path / "x.safetensors", tmp_path / "y"
     for path in (file, other):

@@ -1,10 +1,8 @@
 """Normalisations by one call: the same numbers as the module's, or the module itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
@@ -22,17 +20,17 @@ F = nn.functional
 class OddRMSNorm(nn.Module):
     """No form of the kernel's: it takes the greatest for the mean square."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.weight * x / x.abs().amax(-1, keepdim=True)
 
 
 @pytest.mark.parametrize("kind", [Qwen3MoeRMSNorm, GptOssRMSNorm, Gemma3RMSNorm])
 @pytest.mark.parametrize("cols", [33, 64, 2048])
-def test_a_normalisation_is_what_its_module_makes(kind: type, cols: int) -> None:
+def test_a_normalisation_is_what_its_module_makes(kind, cols):
     torch.manual_seed(cols)
     model = nn.ModuleList([kind(cols)]).bfloat16().requires_grad_(False)
     model[0].weight.data = torch.randn(cols).bfloat16()
@@ -47,7 +45,7 @@ def test_a_normalisation_is_what_its_module_makes(kind: type, cols: int) -> None
         assert torch.equal(model[0](other), kind.forward(model[0], other)), "the module's own"
 
 
-def test_a_module_that_does_something_else_stays() -> None:
+def test_a_module_that_does_something_else_stays():
     model = nn.ModuleList([OddRMSNorm(), Qwen3MoeRMSNorm(64)])
     assert serve_norms(model) == {}, "float32 weights"
     model.bfloat16()
@@ -57,16 +55,16 @@ def test_a_module_that_does_something_else_stays() -> None:
 class OffsetRMSNorm(OddRMSNorm):
     """Adds to its weight what an attribute says, and a bias."""
 
-    def __init__(self, offset: float, bias: bool = False) -> None:
+    def __init__(self, offset, bias=False):
         super().__init__()
         self.offset, self.bias = offset, nn.Parameter(torch.zeros(64)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         wide = F.rms_norm(x.float(), (64,), self.offset + self.weight.float(), self.eps)
         return (wide if self.bias is None else wide + self.bias.float()).to(x.dtype)
 
 
-def test_modules_of_one_class_that_differ() -> None:
+def test_modules_of_one_class_that_differ():
     """An offset of 1 is a form of the kernel, half is none; a bias counts, though it is still zero."""
     model = nn.ModuleList([OffsetRMSNorm(1.0), OffsetRMSNorm(0.5), OffsetRMSNorm(1.0, bias=True), OffsetRMSNorm(1.0)])
     assert serve_norms(model.bfloat16()) == {"OffsetRMSNorm": 2}
@@ -76,13 +74,13 @@ def test_modules_of_one_class_that_differ() -> None:
 class FlatRMSNorm(OddRMSNorm):
     """Normalises all heads of a token together, where rows are given as heads."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         dims = (-2, -1) if x.dim() == 4 else (-1,)
         wide = x.float() * torch.rsqrt(x.float().square().mean(dims, keepdim=True) + self.eps)
         return (self.weight.float() * wide).to(x.dtype)
 
 
-def test_rows_of_another_shape_than_they_are_served_in() -> None:
+def test_rows_of_another_shape_than_they_are_served_in():
     """[rows, cols] alone does not show what a module does with [batch, tokens, heads, cols]."""
     assert serve_norms(nn.ModuleList([FlatRMSNorm()]).bfloat16()) == {}
 
@@ -90,23 +88,23 @@ def test_rows_of_another_shape_than_they_are_served_in() -> None:
 class GatedRMSNorm(OddRMSNorm):
     """Without a gate a normalisation like others."""
 
-    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+    def forward(self, x, gate=None):
         made = F.rms_norm(x.float(), (64,), self.weight.float(), self.eps).to(x.dtype)
         return made if gate is None else made * F.silu(gate)
 
 
 class BrokenRMSNorm(OddRMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return None.to(x)  # type: ignore[attr-defined]
+    def forward(self, x):
+        return None.to(x)
 
 
-def test_what_takes_more_than_rows_or_fails_stays() -> None:
+def test_what_takes_more_than_rows_or_fails_stays():
     model = nn.ModuleList([GatedRMSNorm(), BrokenRMSNorm()]).bfloat16()
     assert serve_norms(model) == {}
     assert model[0](torch.ones(1, 64).bfloat16(), torch.ones(1, 64).bfloat16()).isfinite().all()
 
 
-def test_weights_of_ones_do_not_decide_the_form() -> None:
+def test_weights_of_ones_do_not_decide_the_form():
     model = nn.ModuleList([GptOssRMSNorm(64), GptOssRMSNorm(64)]).bfloat16().requires_grad_(False)
     model[1].weight.data = torch.randn(64).bfloat16()
     x = torch.randn(50, 64).bfloat16()
@@ -116,7 +114,7 @@ def test_weights_of_ones_do_not_decide_the_form() -> None:
     assert apart.max() <= 1 and (apart == 0).float().mean() > 0.99
 
 
-def test_a_normalisation_that_learns_is_torchs() -> None:
+def test_a_normalisation_that_learns_is_torchs():
     model = nn.ModuleList([Qwen3MoeRMSNorm(64)]).bfloat16()
     serve_norms(model)
     model[0](torch.ones(2, 64).bfloat16()).sum().backward()

@@ -1,9 +1,5 @@
 """Packed dense matrices by the GPU's kernel, in Triton's interpreter, against the reference's dequantised weights."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch_products
@@ -23,7 +19,7 @@ VERSIONS = WIDTHS + list({v.name: v for v in RELEASED}.values())
 LEAST = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}
 
 
-def packed(matrix: Matrix, version: Version, seed: int) -> PackedLinear:
+def packed(matrix, version, seed):
     module = PackedLinear(matrix, version)
     room = torch.zeros(version.resident_size((matrix,)) + 64, dtype=torch.uint8)
     module.packed = room[-room.data_ptr() % 64 :][: len(room) - 64]
@@ -33,17 +29,17 @@ def packed(matrix: Matrix, version: Version, seed: int) -> PackedLinear:
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch):
     kernels(monkeypatch, real_products=True)
 
-    def never(*args: object) -> None:
+    def never(*args):
         raise AssertionError("a whole matrix was dequantised")
 
     monkeypatch.setattr(PackedLinear, "weights", never)
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
-def test_every_encoding(version: Version) -> None:
+def test_every_encoding(version):
     """With and without a bias, odd sizes, few tokens and many, every dtype of activations."""
     cases = [(36, 200, 1, d) for d in LEAST] + [(70, 200, 3, torch.bfloat16)] + [(33, 131, 16, d) for d in LEAST]
     cases += [(17, 65, 33, torch.bfloat16), (17, 65, 33, torch.float16)]
@@ -62,7 +58,7 @@ def test_every_encoding(version: Version) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
-def test_maps_of_one_input_become_one(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_maps_of_one_input_become_one(version, monkeypatch):
     """The bits of each alone, by the joined map and by each in its new place; none moves where it could not be read."""
     if version.name not in ("w3", "fp8row"):  # of all encodings the interpreter takes minutes
         torch_products.install(monkeypatch)
@@ -87,7 +83,7 @@ def test_maps_of_one_input_become_one(version: Version, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
-def test_many_tokens_are_torchs_product(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_are_torchs_product(version, monkeypatch):
     """Of the reference's weights, bit for bit, in slices of rows that end anywhere, with and without a bias."""
     monkeypatch.setattr(forms, "SLICE", 2 * 200 * 16)
     for bias in (False, True):
@@ -102,12 +98,12 @@ def test_many_tokens_are_torchs_product(version: Version, monkeypatch: pytest.Mo
         assert torch.equal(module(x).T[normal], torch.cat(want, 1).T[normal])
 
 
-def test_what_a_slice_takes_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_slice_takes_is_what_is_counted(monkeypatch):
     """Weights of one slice, and a slice's results where there are several: the numbers that torch allocates."""
-    taken: list[int] = []
+    taken = []
 
     class Counted(TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
             if function is torch.ops.aten.new_empty.default:
                 taken.append(out.nbytes)
@@ -123,7 +119,7 @@ def test_what_a_slice_takes_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) 
         assert sum(taken) == 17 * 40 * 2 + forms.slice_bytes(40, 200, 17)
 
 
-def test_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_inputs(monkeypatch):
     """No tokens, float64, a view with gaps; and a gradient, for which torch multiplies."""
     module = packed(Matrix("m", 33, 64), Version.of("w4", 64), 0)
     assert module(torch.zeros(2, 0, 64)).shape == (2, 0, 33)
@@ -137,7 +133,7 @@ def test_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(leaf.grad, module.weights(torch.float32).sum(0).expand(3, 64), atol=1e-5)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     from moepack.runtime.kernels.affine_triton import dense
     from moepack.runtime.kernels.forms import make_forms
 

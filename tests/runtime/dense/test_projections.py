@@ -1,17 +1,12 @@
 """Queries, keys and values in one call: the bits of the module's own code, in families whose code does just that."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from tiny_models import random_model
-from torch import Tensor
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -36,13 +31,13 @@ if backends.backend(torch.device("cpu")) != "native":
 IDS = torch.randint(1, 60, (1, 9), generator=torch.Generator().manual_seed(0))  # of two, angles would be broadcast
 
 
-def served(family: str, projections: bool, **extra: Any) -> Any:
+def served(family, projections, **extra):
     """A random model whose dense half is the kernels'."""
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if family == "deepseek_v3" else 4}
     model, _ = random_model(family, torch.bfloat16, hidden_size=256, **heads, **extra)
     experts = [SimpleNamespace(module=n) for n, _ in model.named_modules() if n.endswith(".experts")]
-    linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)  # type: ignore[arg-type]
+    linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)
     norms.serve_norms(model)
     serve_attention(model)
     if projections:
@@ -50,7 +45,7 @@ def served(family: str, projections: bool, **extra: Any) -> Any:
     return model.eval()
 
 
-def logits(model: Any, ids: Tensor = IDS) -> list[Tensor]:
+def logits(model, ids=IDS):
     """Of a prompt, and of tokens after it one by one."""
     cache, out = DynamicCache(config=model.config), []
     with torch.inference_mode():
@@ -62,7 +57,7 @@ def logits(model: Any, ids: Tensor = IDS) -> list[Tensor]:
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "phimoe", "glm4_moe", "deepseek_v3"]
 )
-def test_logits_keep_their_bits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_keep_their_bits(family, monkeypatch):
     model, plain = served(family, projections=True), served(family, projections=False)
     layers = 0 if family == "deepseek_v3" else model.config.num_hidden_layers
     assert sum(model.changed.values()) == layers, model.changed
@@ -77,7 +72,7 @@ def test_logits_keep_their_bits(family: str, monkeypatch: pytest.MonkeyPatch) ->
 SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 
 
-def test_layers_of_two_kinds() -> None:
+def test_layers_of_two_kinds():
     """Two layers slide and rotate, the one between does neither. After one trial for the class, all would rotate."""
     of = {"num_hidden_layers": 3, "layer_types": SLIDES, "sliding_window": 4, "mlp_only_layers": []}
     model, plain = (served("flint", projections, **of) for projections in (True, False))
@@ -90,14 +85,14 @@ def test_layers_of_two_kinds() -> None:
 class Numbered(Qwen3MoeAttention):
     """Rotates in layers of even numbers."""
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
-        hidden_states: Tensor,
-        position_embeddings: Any,
-        attention_mask: Any,
-        past_key_values: Any = None,
-        **kwargs: Any,
-    ) -> Any:
+        hidden_states,
+        position_embeddings,
+        attention_mask,
+        past_key_values=None,
+        **kwargs,
+    ):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
         key = self.k_norm(self.k_proj(hidden_states).view(shape)).transpose(1, 2)
@@ -111,7 +106,7 @@ class Numbered(Qwen3MoeAttention):
         return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
 
-def test_code_that_computes_with_its_layers_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_computes_with_its_layers_number(monkeypatch):
     """Modules that differ in nothing else would share the first one's trial."""
     monkeypatch.setattr(modeling_qwen3_moe, "Qwen3MoeAttention", Numbered)
     model, plain = (served("qwen3_moe", projections, num_hidden_layers=4) for projections in (True, False))
@@ -120,7 +115,7 @@ def test_code_that_computes_with_its_layers_number(monkeypatch: pytest.MonkeyPat
         assert torch.equal(got, wanted)
 
 
-def test_weights_of_zeros_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_zeros_prove_nothing(monkeypatch):
     """Zeros are the same by whichever angles: a first layer of such weights let the kernel have all the others."""
     model = served("qwen3_moe", projections=False, num_hidden_layers=3)
     first, rotate = model.model.layers[0].self_attn, apply_rotary_pos_emb
@@ -131,7 +126,7 @@ def test_weights_of_zeros_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert serve_projections(model) == {}
 
 
-def test_other_angles_than_those_of_the_trial() -> None:
+def test_other_angles_than_those_of_the_trial():
     """Half as many: the kernel would read past their end, so the module's own code runs, and it fails as ever."""
     model = served("qwen3_moe", projections=True)
     attention, (x, turn) = model.model.layers[0].self_attn, turned(model)
@@ -139,12 +134,12 @@ def test_other_angles_than_those_of_the_trial() -> None:
     assert projections._fits(x, turn, place) and not projections._fits(x, half, place)
 
 
-def test_whoever_changes_a_map_or_a_norm_gets_the_modules_own_code(bundle: Path) -> None:
+def test_whoever_changes_a_map_or_a_norm_gets_the_modules_own_code(bundle):
     """A hook, another module, another forward, and other weights in place of a map's."""
     model = moepack.load(bundle, policy="static:bf16", dtype=torch.bfloat16)
     attention = model.model.layers[0].self_attn
     assert attention._moepack_projection.holds(attention)
-    seen: list[Tensor] = []
+    seen = []
     hook = attention.k_proj.register_forward_hook(lambda module, given, out: seen.append(out))
     logits(model)
     assert len(seen) == 6
@@ -162,7 +157,7 @@ def test_whoever_changes_a_map_or_a_norm_gets_the_modules_own_code(bundle: Path)
     assert not torch.equal(logits(model)[-1], plain[-1])
 
 
-def test_a_step_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_the_kernel_lacks(monkeypatch):
     """Code that reads another name, or computes something else by the known ones, stays."""
     modeling = modeling_qwen3_moe
     kind, rotate = modeling.Qwen3MoeAttention, modeling.apply_rotary_pos_emb
@@ -172,8 +167,8 @@ def test_a_step_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert served("qwen3_moe", projections=True).changed == {}
     borrowed._attention.cache_clear()
 
-    class Clipped(kind):  # type: ignore[misc, valid-type]
-        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+    class Clipped(kind):
+        def forward(self, hidden_states, **kwargs):
             return super().forward(hidden_states.clamp(-1, 1), **kwargs)
 
     monkeypatch.setattr(modeling, "Qwen3MoeAttention", Clipped)
@@ -181,11 +176,11 @@ def test_a_step_that_the_kernel_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "phimoe", "glm4_moe"])
-def test_attention_is_given_the_same_arguments(family: str) -> None:
+def test_attention_is_given_the_same_arguments(family):
     """A function that someone registered may read what torch's does not."""
-    seen: list[dict[str, Any]] = []
+    seen = []
 
-    def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    def spy(module, query, key, value, mask, **kwargs):
         seen.append({"mask": mask, **kwargs})
         return query.transpose(1, 2), None
 
@@ -203,14 +198,14 @@ def test_attention_is_given_the_same_arguments(family: str) -> None:
     assert len(seen) == 2 and str(sorted(seen[0].items())) == str(sorted(seen[1].items()))
 
 
-def turned(model: Any, tokens: int = 3) -> tuple[Tensor, Any]:
+def turned(model, tokens=3):
     """Random hidden states, and their angles."""
     x = torch.randn(1, tokens, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     return x, model.model.rotary_emb(x, torch.arange(tokens)[None])
 
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm"])
-def test_another_weight_of_a_norm(name: str) -> None:
+def test_another_weight_of_a_norm(name):
     """Under another address the kernel would read freed memory."""
     model, plain = served("qwen3_moe", projections=True), served("qwen3_moe", projections=False)
     before = logits(model)[-1]
@@ -221,7 +216,7 @@ def test_another_weight_of_a_norm(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["q_proj", "v_proj", "q_norm"])
-def test_weights_that_learn_get_gradients(name: str) -> None:
+def test_weights_that_learn_get_gradients(name):
     model = served("qwen3_moe", projections=True).requires_grad_(False)
     attention = model.model.layers[0].self_attn
     weight = getattr(attention, name).weight.requires_grad_()
@@ -230,7 +225,7 @@ def test_weights_that_learn_get_gradients(name: str) -> None:
     assert weight.grad is not None and weight.grad.abs().sum() > 0
 
 
-def test_a_hook_on_all_modules_sees_the_maps() -> None:
+def test_a_hook_on_all_modules_sees_the_maps():
     model, seen = served("qwen3_moe", projections=True), []
     hook = register_module_forward_hook(lambda module, given, out: seen.append(module))
     try:
@@ -240,7 +235,7 @@ def test_a_hook_on_all_modules_sees_the_maps() -> None:
     assert seen.count(model.model.layers[0].self_attn.k_proj) == 6
 
 
-def test_a_cache_under_its_older_name() -> None:
+def test_a_cache_under_its_older_name():
     """A decorator of the module's own code translates it."""
     model = served("qwen3_moe", projections=True)
     attention, cache, (x, turn) = model.model.layers[0].self_attn, DynamicCache(config=model.config), turned(model)
@@ -251,7 +246,7 @@ def test_a_cache_under_its_older_name() -> None:
             assert cache.get_seq_length() == 3
 
 
-def test_angles_that_the_trial_cannot_make() -> None:
+def test_angles_that_the_trial_cannot_make():
     """A tower of images may come first, whose angles take other arguments: modules stay as they are."""
     model = served("qwen3_moe", projections=False)
     model.model.rotary_emb.forward = lambda grid: grid

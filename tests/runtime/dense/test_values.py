@@ -1,9 +1,6 @@
 """Keys of modules: equal for those that differ in weights alone, since their trials would give the same result."""
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from moepack.runtime.dense.values import ReadValues
 class Layer(nn.Module):
     """A module with a setting of each type, a norm inside, and its layer's number."""
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number=0):
         super().__init__()
         self.config = PretrainedConfig(sizes=[1, 2], tables={"a": [3]})
         self.number, self.window, self.rates, self.names = number, None, [1.0], {"x": {1, 2}}
@@ -26,7 +23,7 @@ class Layer(nn.Module):
         self.gate = nn.Buffer(torch.zeros(3))
 
 
-def test_what_differs_in_weights_alone() -> None:
+def test_what_differs_in_weights_alone():
     """Another module, another configuration object and another number of the layer, if that does not count."""
     one, other, values = Layer(), Layer(number=1), ReadValues()
     other.norm.weight.data.fill_(2.0)
@@ -56,7 +53,7 @@ def test_what_differs_in_weights_alone() -> None:
         ("more", 1),
     ],
 )
-def test_what_differs_otherwise(name: str, value: Any) -> None:
+def test_what_differs_otherwise(name, value):
     """Each may change what the module's code computes, so none shares the trial of the first."""
     other = Layer()
     setattr(other, name, value)
@@ -65,17 +62,17 @@ def test_what_differs_otherwise(name: str, value: Any) -> None:
     assert values.of(other) == values.of(other)
 
 
-def test_zero_is_not_none_nor_false() -> None:
+def test_zero_is_not_none_nor_false():
     """`0 == False` in Python: code may ask `is False`."""
     found = set()
     for window in (0, False, None, 0.0):
         layer = Layer()
-        layer.window = window  # type: ignore[assignment]
+        layer.window = window
         found.add(ReadValues().of(layer))
     assert len(found) == 4
 
 
-def test_packed_maps_are_told_apart_by_shape_and_version() -> None:
+def test_packed_maps_are_told_apart_by_shape_and_version():
     """Not by the number under which the compiler knows them, which every map has for itself."""
     maps = [(16, "w4"), (16, "w4"), (16, "w8"), (32, "w4")]
     keys = [ReadValues().of(PackedLinear(Matrix("m", rows, 64), Version.of(name, 32))) for rows, name in maps]

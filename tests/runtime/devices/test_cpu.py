@@ -1,7 +1,5 @@
 """A CPU's memory: huge pages where all of one is taken, and never a page that is not."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +15,7 @@ MODE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 HAS_THEM = MODE.exists() and "[never]" not in MODE.read_text()
 
 
-def resident(memory: CpuMemory) -> int:
+def resident(memory):
     """Its bytes that are in memory."""
     with Path("/proc/self/pagemap").open("rb") as f:
         f.seek(memory.tensor.data_ptr() // PAGE * 8)
@@ -25,14 +23,14 @@ def resident(memory: CpuMemory) -> int:
     return int(there.sum()) * PAGE
 
 
-def in_huge_pages(memory: CpuMemory) -> int:
+def in_huge_pages(memory):
     """Bytes in huge pages, of the mappings that it is a part of."""
     begin = memory.tensor.data_ptr()
     return smaps(begin, begin + len(memory.tensor), "AnonHugePages")[0]
 
 
 @pytest.mark.skipif(not HAS_THEM, reason="no transparent huge pages here")
-def test_what_is_taken_at_once_is_in_huge_pages() -> None:
+def test_what_is_taken_at_once_is_in_huge_pages():
     memory = CpuMemory(9 * HUGE)
     memory.take(0, 8 * HUGE)
     memory.tensor[: 8 * HUGE].fill_(1)
@@ -43,7 +41,7 @@ def test_what_is_taken_at_once_is_in_huge_pages() -> None:
 @pytest.mark.skipif(not HAS_THEM, reason="no transparent huge pages here")
 @settings(max_examples=15)
 @given(st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=4, max_size=30))
-def test_only_what_is_taken_is_there(changes: list[tuple[int, bool]]) -> None:
+def test_only_what_is_taken_is_there(changes):
     """Blocks of 3/4 of a huge page, written when they are taken, come and go: their neighbours' pages do not."""
     block, kept = 3 * HUGE // 4 // PAGE * PAGE, set()
     memory = CpuMemory(8 * block)

@@ -9,10 +9,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +39,7 @@ WAYS = {
 }
 
 
-def check(store: BackingStore, version: str, position: int, expert: int, target: torch.Tensor) -> None:
+def check(store, version, position, expert, target):
     """The block is what the bundle holds, bit by bit."""
     described, matrices = store.bundle.manifest.version(version), store.bundle.layers[position].matrices
     extent, got = store.bundle.extent(version, position, expert), target.cpu().numpy()
@@ -57,9 +54,7 @@ def check(store: BackingStore, version: str, position: int, expert: int, target:
 class Bench:
     """A store, a GPU and a device over a bundle."""
 
-    def __init__(
-        self, path: Path, way: str = "staged", fill: bool = True, patience: int = 3, slots: int = 2, **more: Any
-    ) -> None:
+    def __init__(self, path, way="staged", fill=True, patience=3, slots=2, **more):
         self.store = BackingStore(open_bundle(path))
         self.cuda = FakeCudart(WAYS.get(way))
         self.gpu = FakeGpu(self.cuda, patience)
@@ -72,17 +67,17 @@ class Bench:
             self.device.serve()
             assert self.host.filled.wait(PATIENCE)
 
-    def fetch(self, version: str, position: int, expert: int) -> tuple[Any, torch.Tensor]:
+    def fetch(self, version, position, expert):
         described = self.store.bundle.manifest.version(version)
         layer = self.store.bundle.layers[position]
         target = self.gpu.memory(-(-described.resident_size(layer.matrices) // 4096) * 4096)
         source = self.store.stored(version, position, expert)
         return self.device.fetch(lambda: source, target, layer, described), target
 
-    def check(self, version: str, position: int, expert: int, target: torch.Tensor) -> None:
+    def check(self, version, position, expert, target):
         check(self.store, version, position, expert, target)
 
-    def close(self) -> None:
+    def close(self):
         self.device.close()
         self.store.close()
         assert not self.gpu.wrong, self.gpu.wrong[:3]
@@ -90,10 +85,10 @@ class Bench:
 
 
 @pytest.fixture
-def benches() -> Iterator[Callable[..., Bench]]:
-    made: list[Bench] = []
+def benches():
+    made = []
 
-    def make(*arguments: Any, **more: Any) -> Bench:
+    def make(*arguments, **more):
         made.append(Bench(*arguments, **more))
         return made[-1]
 
@@ -103,7 +98,7 @@ def benches() -> Iterator[Callable[..., Bench]]:
 
 
 @pytest.mark.parametrize(("way", "slots"), [*((way, 2) for way in WAYS), ("staged", 2), ("registered", 1)])
-def test_blocks_are_the_bundles_bytes(bundle: Path, way: str, slots: int, benches: Callable[..., Bench]) -> None:
+def test_blocks_are_the_bundles_bytes(bundle, way, slots, benches):
     """As many copies as there are buffers are going, on late hardware: a buffer used too early would show."""
     bench = benches(bundle, way, slots=slots)
     places = [(v, p, e) for v in ("bf16", "w4") for p in range(4) for e in range(16)]
@@ -118,7 +113,7 @@ def test_blocks_are_the_bundles_bytes(bundle: Path, way: str, slots: int, benche
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_pinned_extent_is_one_copy(bundle: Path, way: str, benches: Callable[..., Bench]) -> None:
+def test_a_pinned_extent_is_one_copy(bundle, way, benches):
     bench = benches(bundle, way)
     for version, calls in (("w4", ["copy"]), ("bf16", ["copy", "decode", "copy"])):
         bench.gpu.log.clear()
@@ -130,15 +125,15 @@ def test_a_pinned_extent_is_one_copy(bundle: Path, way: str, benches: Callable[.
 class Pinned:
     """A host's store that holds one extent, or a file's pages, which nobody may read."""
 
-    def __init__(self, extent: np.ndarray, mapped: bool) -> None:
+    def __init__(self, extent, mapped):
         self.mapped, self.users = mapped, 0
         self.bytes = torch.zeros(len(extent), dtype=torch.uint8) if mapped else torch.from_numpy(extent)
 
-    def hold(self, place: Any) -> Held:
+    def hold(self, place):
         self.users += 1
         return Held(self.bytes, self.mapped, self.release)
 
-    def release(self) -> None:
+    def release(self):
         self.users -= 1
 
     fetching, close = staticmethod(contextlib.nullcontext), staticmethod(lambda: None)
@@ -146,7 +141,7 @@ class Pinned:
 
 @pytest.mark.parametrize("way", ["staged", "mapped", "allocated"])
 @pytest.mark.parametrize("name", ["fp8", "mxfp8"])
-def test_codes_that_no_kernel_decodes_are_decoded_before_the_copy(name: str, way: str, tmp_path: Path) -> None:
+def test_codes_that_no_kernel_decodes_are_decoded_before_the_copy(name, way, tmp_path):
     layer = ExpertLayer(0, "m", 1, (Matrix("gate_up", 200, 130, True), Matrix("down", 70, 100)))
     version = Version.of(name, 32)
     values = [gaussian_released(m, version, i) for i, m in enumerate(layer.matrices)]
@@ -157,7 +152,7 @@ def test_codes_that_no_kernel_decodes_are_decoded_before_the_copy(name: str, way
     try:
         for extent in (good, bad, good):
             (tmp_path / "extent").write_bytes(extent.tobytes())
-            device.pinned = None if way == "staged" else Pinned(extent, way == "mapped")  # type: ignore[assignment]
+            device.pinned = None if way == "staged" else Pinned(extent, way == "mapped")
             with (tmp_path / "extent").open("rb") as file:
                 digest = hashlib.sha256(extent.tobytes()).hexdigest()
                 found = file.fileno(), 0, len(extent), digest, "expert 7"
@@ -173,14 +168,12 @@ def test_codes_that_no_kernel_decodes_are_decoded_before_the_copy(name: str, way
         device.close()
 
 
-def test_the_next_chunk_is_read_while_this_one_is_copied(
-    bundle: Path, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_chunk_is_read_while_this_one_is_copied(bundle, benches, monkeypatch):
     """Nothing waits for a copy between chunks, nor the next extent for the copies of this one."""
     bench, real = benches(bundle, patience=10**6), os.preadv
     monkeypatch.setattr(store_module, "CHUNK", 8192)
 
-    def read(fd: int, parts: Any, at: int) -> int:
+    def read(fd, parts, at):
         bench.gpu.log.append("read")
         return real(fd, parts, at)
 
@@ -201,7 +194,7 @@ def test_the_next_chunk_is_read_while_this_one_is_copied(
             assert event.error is None
 
 
-def test_damage_ends_a_fetch_after_its_copies(damaged: Path, benches: Callable[..., Bench]) -> None:
+def test_damage_ends_a_fetch_after_its_copies(damaged, benches):
     damage(damaged, "bf16", 1, [7], 2000)
     for way in ("staged", "registered", "mapped"):
         bench = benches(damaged, way)
@@ -216,24 +209,22 @@ def test_damage_ends_a_fetch_after_its_copies(damaged: Path, benches: Callable[.
         bench.check("bf16", 1, 8, target)
 
 
-def test_what_does_not_decode_is_an_error(bundle: Path, benches: Callable[..., Bench]) -> None:
+def test_what_does_not_decode_is_an_error(bundle, benches):
     bench = benches(bundle, "registered")
     real = bench.gpu.decode
-    bench.gpu.decode = lambda jobs: real(jobs).fill_(1)  # type: ignore[method-assign]
+    bench.gpu.decode = lambda jobs: real(jobs).fill_(1)
     event, _ = bench.fetch("bf16", 0, 0)
     event.wait()
     assert isinstance(event.error, BundleError) and event.error.problems[0].kind == "codec"
 
 
 @pytest.mark.parametrize("version", ["bf16", "w4"])
-def test_a_mapped_file_that_is_cut_short_is_an_error(
-    damaged: Path, version: str, benches: Callable[..., Bench]
-) -> None:
+def test_a_mapped_file_that_is_cut_short_is_an_error(damaged, version, benches):
     """The host does not touch the mapping: that would be a signal. What was pinned is what the device copies."""
     bench = benches(damaged, "mapped")
     kept = [np.asarray(bench.store.bundle.extent(version, 0, 15)).copy()]
-    bench.gpu.copy = lambda to, source: kept.append(to)  # type: ignore[method-assign]
-    bench.gpu.decode = lambda jobs: torch.zeros(1)  # type: ignore[method-assign]
+    bench.gpu.copy = lambda to, source: kept.append(to)
+    bench.gpu.decode = lambda jobs: torch.zeros(1)
     os.truncate(damaged / "experts" / version / "layer-000.safetensors", 8192)
     event, _ = bench.fetch(version, 0, 15)
     event.wait()
@@ -243,7 +234,7 @@ def test_a_mapped_file_that_is_cut_short_is_an_error(
         assert isinstance(event.error, BundleError) and event.error.problems[0].kind == "size"
 
 
-def test_cancelled_and_broken(bundle: Path, benches: Callable[..., Bench]) -> None:
+def test_cancelled_and_broken(bundle, benches):
     bench = benches(bundle, "registered")
     bench.device.limit(1.0)
     events = [bench.fetch("w4", 0, e)[0] for e in range(4)]
@@ -265,14 +256,12 @@ def test_cancelled_and_broken(bundle: Path, benches: Callable[..., Bench]) -> No
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_fetches_while_filling(
-    bundle: Path, way: str, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetches_while_filling(bundle, way, benches, monkeypatch):
     """Fetches from several threads while regions come up one by one, with delays at every read."""
     rng, real = random.Random(0), filling.read_extents
 
-    def slow(extents: Any, rooms: Any, threads: int, before: Any, *more: Any) -> Any:
-        def delayed(size: int) -> None:
+    def slow(extents, rooms, threads, before, *more):
+        def delayed(size):
             time.sleep(rng.random() * 0.005)
             before(size)
 
@@ -280,12 +269,11 @@ def test_fetches_while_filling(
 
     monkeypatch.setattr("moepack.runtime.store.filling.read_extents", slow)
     bench = benches(bundle, way, fill=False, piece=100_000)
-    problems: list[str] = []
+    problems = []
     counted = {"pinned": 0, "staged": 0}
-    assert bench.host is not None
     hold = bench.host.hold
 
-    def counting(place: Any) -> Any:
+    def counting(place):
         held = hold(place)
         counted["staged" if held is None else "pinned"] += 1
         return held
@@ -293,7 +281,7 @@ def test_fetches_while_filling(
     monkeypatch.setattr(bench.host, "hold", counting)
     bench.device.serve()
 
-    def fetch(seed: int) -> None:
+    def fetch(seed):
         mine = random.Random(seed)
         while not problems and (not bench.host.filled.wait(0) or counted["pinned"] < 20):
             place = (mine.choice(("bf16", "w4")), mine.randrange(4), mine.randrange(16))
@@ -309,9 +297,7 @@ def test_fetches_while_filling(
     assert not problems and counted["pinned"] >= 20 and counted["staged"] > 5
 
 
-def test_a_fetch_does_not_wait_for_the_filling(
-    bundle: Path, benches: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fetch_does_not_wait_for_the_filling(bundle, benches, monkeypatch):
     gate = threading.Event()
     monkeypatch.setattr("moepack.runtime.store.filling.read_extents", lambda *a: gate.wait(PATIENCE) and {})
     bench = benches(bundle, "registered", fill=False)
@@ -323,7 +309,7 @@ def test_a_fetch_does_not_wait_for_the_filling(
     gate.set()
 
 
-def test_marks(bundle: Path, benches: Callable[..., Bench]) -> None:
+def test_marks(bundle, benches):
     bench = benches(bundle)
     mark = bench.device.mark()
     assert not mark.done() and not mark.done() and mark.done()
@@ -332,14 +318,14 @@ def test_marks(bundle: Path, benches: Callable[..., Bench]) -> None:
 # --- a GPU
 
 
-def gpu_or_skip() -> torch.device:
+def gpu_or_skip():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return torch.device("cuda", torch.cuda.device_count() - 1)  # the trap is the device that is not the first
 
 
 @pytest.mark.gpu
-def test_every_way_on_a_gpu(bundle: Path) -> None:
+def test_every_way_on_a_gpu(bundle):
     """Blocks are the bundle's bytes through pinned memory of every kind that this machine has, and without."""
     device = gpu_or_skip()
 
@@ -348,7 +334,7 @@ def test_every_way_on_a_gpu(bundle: Path) -> None:
 
         lacking: tuple[int, ...] = ()
 
-        def attribute(self, number: int) -> int:
+        def attribute(self, number):
             return 0 if number in self.lacking else super().attribute(number)
 
     for lacking, limit in (((), 1 << 30), ((READS_ONLY,), 1 << 30), ((READS_ONLY, REGISTERS), 1 << 30), ((), 0)):
@@ -379,7 +365,7 @@ def test_every_way_on_a_gpu(bundle: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_failed_registration_leaves_no_error_on_a_gpu() -> None:
+def test_a_failed_registration_leaves_no_error_on_a_gpu():
     from moepack.runtime.store.cudart import CudaError
 
     device = gpu_or_skip()

@@ -3,13 +3,9 @@
 Tensors are fake, of `cuda:1`, and the current device is a number that `torch.cuda.device` sets: 0 where nobody does.
 """
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,12 +35,12 @@ CUDA1 = torch.device("cuda:1")
 class Fake:
     """torch.cuda with a current device and current streams, which notes where things are done."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.now, self.stream = 0, {0: "default", 1: "default"}
-        self.done: list[tuple[str, int, str]] = []  # what, on which device, on which stream
+        self.done = []  # what, on which device, on which stream
 
     @contextmanager
-    def device(self, of: Any) -> Iterator[None]:
+    def device(self, of):
         before, self.now = self.now, torch.device(of).index if not isinstance(of, int) else of
         try:
             yield
@@ -52,7 +48,7 @@ class Fake:
             self.now = before
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def on(self, stream):
         before, self.stream[stream.device] = self.stream[stream.device], stream.name
         with self.device(stream.device):
             try:
@@ -60,25 +56,25 @@ class Fake:
             finally:
                 self.stream[stream.device] = before
 
-    def note(self, what: str, device: int | None = None) -> None:
+    def note(self, what, device=None):
         self.done.append((what, at := self.now if device is None else device, self.stream[at]))
 
-    def launches(self, what: str) -> Any:
+    def launches(self, what):
         return type("Launches", (), {"__getitem__": lambda _, grid: lambda *a, **k: self.note(what)})()
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
+def fake(monkeypatch):
     made, streams = Fake(), iter(("copies", "decoder", "load0", "load1"))
 
     class Event:
-        def __init__(self, **_: Any) -> None:
+        def __init__(self, **_):
             self.query = lambda: True
 
-        def record(self, stream: Any = None) -> None:
+        def record(self, stream=None):
             made.note("event", None if stream is None else stream.device)
 
-    def stream_of(device: Any = None) -> Any:
+    def stream_of(device=None):
         at = made.now if device is None else torch.device(device).index
         return SimpleNamespace(device=at, wait_stream=lambda other: None)
 
@@ -99,10 +95,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake]:
         yield made
 
 
-def test_the_experts_products(fake: Fake) -> None:
+def test_the_experts_products(fake):
     matrices, version = (Matrix("gate_up", 64, 32), Matrix("down", 32, 32)), Version.of("w4", 32)
     table = torch.zeros(8, dtype=torch.int64, device=CUDA1)
-    layer: Any = SimpleNamespace(
+    layer = SimpleNamespace(
         layer=ExpertLayer(0, "experts", 8, matrices), device_table=lambda: table, served=[0], rotation=None,
         in_place=None, staged=None, forms={"w4": make_forms(matrices, version)},
     )  # fmt: skip
@@ -115,10 +111,10 @@ def test_the_experts_products(fake: Fake) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer")
-def test_the_decoder_reads_its_descriptors_from_pinned_memory(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decoder_reads_its_descriptors_from_pinned_memory(fake, monkeypatch):
     with torch.utils._python_dispatch._disable_current_modes():
         coded = exponent_fast.encode(np.arange(256, dtype=np.uint16) + 16000).copy()
-    pinned: list[torch.Tensor] = []
+    pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: fake.note("pin") or pinned.append(self) or self)
     data = torch.zeros(len(coded), dtype=torch.uint8, device=CUDA1)
     job = exponent_triton.DecodeJob(data, coded[:HEADER], torch.zeros(256, dtype=torch.bfloat16, device=CUDA1))
@@ -131,11 +127,11 @@ def test_the_decoder_reads_its_descriptors_from_pinned_memory(fake: Fake, monkey
 class Copies(TorchDispatchMode):
     """What is copied from the host to the device."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.sources: list[Any] = []
+        self.sources = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = kwargs or {}
         if func is torch.ops.aten._to_copy.default and args[0].device.type == "cpu" and given.get("device") == CUDA1:
             assert given["non_blocking"]
@@ -143,7 +139,7 @@ class Copies(TorchDispatchMode):
         return func(*args, **given)
 
 
-def test_events_behind_copies(fake: Fake) -> None:
+def test_events_behind_copies(fake):
     """A step's counts, activations for the host, and the device's streams, in contexts and outside."""
     counters = Counters([4], (GATES,), CUDA1)
     counters.add(0, RouterOutput(torch.zeros(3, 2, dtype=torch.int64, device=CUDA1), torch.ones(3, 2, device=CUDA1)))
@@ -159,18 +155,18 @@ def test_events_behind_copies(fake: Fake) -> None:
     assert fake.done[2:] == [("event", 1, s) for s in ("copies", "decoder", "default")]
 
 
-def test_whether_a_graph_is_captured_is_asked_of_the_tables_device(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whether_a_graph_is_captured_is_asked_of_the_tables_device(fake, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(fake.note("asked")))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: fake.note("pin") or self)
-    one: Any = SimpleNamespace(table=np.zeros(8), words=np.zeros((5, 9), np.int64), over=lambda row: row.device)
-    assert DeviceTables([8], CUDA1, lambda: None).take(1, [one]).snapshots == (CUDA1,)  # type: ignore[arg-type, return-value]
+    one = SimpleNamespace(table=np.zeros(8), words=np.zeros((5, 9), np.int64), over=lambda row: row.device)
+    assert DeviceTables([8], CUDA1, lambda: None).take(1, [one]).snapshots == (CUDA1,)
     assert fake.done == [("asked", 1, "default"), ("pin", 1, "default")]
 
 
-def test_counts_are_cleared_on_the_stream_of_the_step_that_adds_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_are_cleared_on_the_stream_of_the_step_that_adds_to_them(monkeypatch):
     """Not on the worker's, after which nothing orders the step's kernels."""
-    statistics, cleared = RoutingStatistics([3], 1, Needs(), torch.device("cpu")), list[str]()
+    statistics, cleared = RoutingStatistics([3], 1, Needs(), torch.device("cpu")), []
     clear = Counters.clear
     monkeypatch.setattr(Counters, "clear", lambda c: cleared.append(threading.current_thread().name) or clear(c))
     step = Step(counters=statistics.counters(NO_PROMPT, None))

@@ -1,7 +1,5 @@
 """The C library's heap: what is freed is used again where that is asked for, and given back afterwards."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -36,7 +34,7 @@ print(first, again, after - rest, touched(), max(touched() for _ in range(5)))
 
 @pytest.mark.skipif(glibc._libc() is None, reason="not glibc")
 @pytest.mark.parametrize("how", ["", "bound"])
-def test_freed_memory_is_used_again_and_then_given_back(how: str) -> None:
+def test_freed_memory_is_used_again_and_then_given_back(how):
     """In page faults: 96 MiB are 24,576 pages, or 48 where the system has large ones."""
     environment = {k: v for k, v in os.environ.items() if k not in glibc._USERS}
     run = subprocess.run([sys.executable, "-c", PAGES, how], capture_output=True, text=True, env=environment)
@@ -50,19 +48,19 @@ def test_freed_memory_is_used_again_and_then_given_back(how: str) -> None:
 class Heap:
     """Notes what it is told."""
 
-    def __init__(self) -> None:
-        self.told: list[tuple[int, int]] = []
+    def __init__(self):
+        self.told = []
 
-    def mallopt(self, what: int, value: int) -> int:
+    def mallopt(self, what, value):
         self.told.append((what, value))
         return 1
 
-    def malloc_trim(self, pad: int) -> int:
+    def malloc_trim(self, pad):
         return 1
 
 
 @pytest.fixture
-def heap(monkeypatch: pytest.MonkeyPatch) -> Heap:
+def heap(monkeypatch):
     """In place of the library's, where the user has set nothing."""
     heap = Heap()
     monkeypatch.setattr(glibc, "_libc", lambda: heap)
@@ -72,7 +70,7 @@ def heap(monkeypatch: pytest.MonkeyPatch) -> Heap:
     return heap
 
 
-def test_what_was_asked_for_before_holds_again(heap: Heap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_for_before_holds_again(heap, monkeypatch):
     """A process that serves keeps its limits after it built something; what the user set is never changed."""
     glibc.bound()
     limits = [(glibc.M_MMAP_THRESHOLD, glibc.MAPPED), (glibc.M_TRIM_THRESHOLD, glibc.KEPT)]
@@ -88,7 +86,7 @@ def test_what_was_asked_for_before_holds_again(heap: Heap, monkeypatch: pytest.M
     assert not heap.told
 
 
-def test_memory_is_reused_until_the_last_is_through(heap: Heap) -> None:
+def test_memory_is_reused_until_the_last_is_through(heap):
     """Of two, one within the other; and who limits the heap meanwhile does so afterwards."""
     reuse = [(glibc.M_MMAP_MAX, 0), (glibc.M_TRIM_THRESHOLD, -1)]
     with glibc.reusing():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,19 +15,19 @@ NONE = "the default stream"
 
 
 class Stream:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device):
         self.device = device
 
 
 class Cuda(threading.local):
     """torch.cuda: a thread's device and stream, and what all threads did."""
 
-    def __init__(self, did: list[Any]) -> None:
+    def __init__(self, did):
         self.did, self.device, self.stream = did, GPUS[0], NONE
 
-    def _set(self, name: str) -> Any:
+    def _set(self, name):
         @contextlib.contextmanager
-        def of(value: Any) -> Iterator[None]:
+        def of(value):
             before = getattr(self, name)
             setattr(self, name, value)
             try:
@@ -46,22 +44,22 @@ class Graph:
     cuda: Cuda
     fails = ""
 
-    def pool(self) -> str:
+    def pool(self):
         return "pool"
 
-    def capture_begin(self, pool: str | None, capture_error_mode: str) -> None:
+    def capture_begin(self, pool, capture_error_mode):
         self.cuda.did.append(("begin", self.cuda.device, self.cuda.stream, pool))
         if self.fails == "begin":
             raise RuntimeError("capture cannot begin")
 
-    def capture_end(self) -> None:
+    def capture_end(self):
         self.cuda.did.append("end")
         if self.fails:
             raise RuntimeError("capture was invalidated")
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
+def cuda(monkeypatch):
     made = Cuda([])
     monkeypatch.setattr(graphs, "_streams", {})
     monkeypatch.setattr(Graph, "cuda", made, raising=False)
@@ -73,7 +71,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     return made
 
 
-def test_each_device_has_a_stream_of_its_own_for_captures(cuda: Cuda) -> None:
+def test_each_device_has_a_stream_of_its_own_for_captures(cuda):
     """For one stream a process: a second GPU's graph held nothing, and its replays gave the first logits for ever."""
     first = graphs.capture(lambda: cuda.did.append(("on", cuda.stream)), GPUS[0])
     for device in (GPUS[1], GPUS[0]):
@@ -85,14 +83,12 @@ def test_each_device_has_a_stream_of_its_own_for_captures(cuda: Cuda) -> None:
     assert [x[1] for x in cuda.did if x[0] == "wait"] == [GPUS[0], GPUS[1], GPUS[0]]
 
 
-def fails_inside() -> None:
+def fails_inside():
     raise ValueError("the cause")
 
 
 @pytest.mark.parametrize(("fails", "run", "said"), [("begin", lambda: None, "begin"), ("run", fails_inside, "cause")])
-def test_a_failed_capture_leaves_the_threads_stream(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, fails: str, run: Callable[[], None], said: str
-) -> None:
+def test_a_failed_capture_leaves_the_threads_stream(cuda, monkeypatch, fails, run, said):
     """For a capture that cannot begin: the thread stayed on a capturing stream. The first error is the one raised."""
     monkeypatch.setattr(Graph, "fails", fails)
     with pytest.raises(Exception, match=said):
@@ -102,15 +98,15 @@ def test_a_failed_capture_leaves_the_threads_stream(
     graphs.capture(lambda: None, GPUS[1])
 
 
-def test_captures_of_a_device_take_turns(cuda: Cuda) -> None:
+def test_captures_of_a_device_take_turns(cuda):
     """For two models that captured on one stream at once: their locks were their own."""
     inside, go = threading.Event(), threading.Event()
 
-    def first() -> None:
+    def first():
         inside.set()
         assert go.wait(20)
 
-    def capturing(device: torch.device) -> threading.Thread:
+    def capturing(device):
         thread = threading.Thread(target=graphs.capture, args=(lambda: cuda.did.append("other"), device))
         thread.start()
         return thread

@@ -1,23 +1,21 @@
 """Streams on the host: threads that work side by side, how long one rests for, and the rate that all keep together."""
 
-from __future__ import annotations
-
 import threading
 import time
 
 import pytest
 from support import PATIENCE
 
-from moepack.runtime.devices.migration import HostEvent, HostStream, HostThreads, Migration
+from moepack.runtime.devices.migration import HostStream, HostThreads, Migration
 from moepack.runtime.store.files import Cancelled
 
 
-def test_pieces_run_side_by_side_and_may_end_in_another_order() -> None:
-    ended: list[int] = []
+def test_pieces_run_side_by_side_and_may_end_in_another_order():
+    ended = []
     threads = HostThreads("test", lambda: None, 3)
     together, gates = threading.Barrier(3), [threading.Event() for _ in range(3)]
 
-    def work(i: int) -> None:
+    def work(i):
         together.wait(PATIENCE)
         assert gates[i].wait(PATIENCE)
         ended.append(i)
@@ -31,10 +29,10 @@ def test_pieces_run_side_by_side_and_may_end_in_another_order() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_rest_waits_for_all_that_came_before(count: int) -> None:
-    ended: list[int] = []
+def test_rest_waits_for_all_that_came_before(count):
+    ended = []
 
-    def work(event: HostEvent, i: int) -> None:
+    def work(event, i):
         time.sleep(0.003 * (i % 3))
         ended.append(i)
 
@@ -57,7 +55,7 @@ def test_rest_waits_for_all_that_came_before(count: int) -> None:
     assert isinstance(late.error, Cancelled)
 
 
-def test_a_stream_rests_until_what_it_issued_has_ended() -> None:
+def test_a_stream_rests_until_what_it_issued_has_ended():
     stream, over = HostStream("test", lambda: None, depth=2), threading.Event()
     issued = stream.submit(lambda event: over.is_set)
     threading.Timer(0.05, over.set).start()
@@ -66,10 +64,10 @@ def test_a_stream_rests_until_what_it_issued_has_ended() -> None:
     stream.close()
 
 
-def test_closing_cancels_what_has_not_begun_and_a_failure_ends_its_own_event() -> None:
+def test_closing_cancels_what_has_not_begun_and_a_failure_ends_its_own_event():
     threads, held, begun = HostThreads("test", lambda: None, 2), threading.Event(), threading.Barrier(3)
 
-    def work(event: HostEvent) -> None:
+    def work(event):
         begun.wait(PATIENCE)
         assert held.wait(PATIENCE)
 
@@ -89,7 +87,7 @@ def test_closing_cancels_what_has_not_begun_and_a_failure_ends_its_own_event() -
     threads.close()
 
 
-def test_a_copy_that_waits_for_the_rate_goes_on_once_it_is_hurried() -> None:
+def test_a_copy_that_waits_for_the_rate_goes_on_once_it_is_hurried():
     stream, hurried = HostThreads("test", lambda: None, 1), threading.Event()
     made = Migration(stream)
     made.limit(100, 0, hurried.is_set)
@@ -103,7 +101,7 @@ def test_a_copy_that_waits_for_the_rate_goes_on_once_it_is_hurried() -> None:
     made.close()
 
 
-def test_threads_keep_the_rate_together() -> None:
+def test_threads_keep_the_rate_together():
     """Eight copies of 100 kB at 4 MB a second: the last begins after seven, 0.175 s, whoever copies them."""
     stream = HostThreads("test", lambda: None, 4)
     made = Migration(stream)

@@ -1,14 +1,8 @@
 """What torch's allocator takes of a GPU for what is asked of it, by its own rules, stays inside the budget."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from fake_cuda import FakeCudart, FakeGpu
-from gpu_stand_in import StandIn
 from live_models import least
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,11 +23,11 @@ QWEN = (Matrix("gate_up", 1536, 2048), Matrix("down", 2048, 768))  # an expert o
 class Allocator:
     """torch's caching allocator (c10/cuda/CUDACachingAllocator.cpp): best fit in segments of two kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.reserved = 0
-        self.free: dict[bool, list[int]] = {True: [], False: []}
+        self.free = {True: [], False: []}
 
-    def allocate(self, asked: int) -> None:
+    def allocate(self, asked):
         size = max(-(-asked // 512) * 512, 512)
         small = size <= MIB
         fitting = [n for n in self.free[small] if n >= size]
@@ -48,7 +42,7 @@ class Allocator:
 
 
 @pytest.mark.parametrize(("version", "lost"), [("w4", 0.061), ("bf16", 0.111)])
-def test_ranges_for_all_experts_stay_inside(version: str, lost: float) -> None:
+def test_ranges_for_all_experts_stay_inside(version, lost):
     """One allocation an expert took so much more than was counted; one range takes less than what is held back."""
     size = Version.of(version, 128 if version != "bf16" else 0).resident_size(QWEN)
     before, now, live = Allocator(), Allocator(), Allocator()
@@ -67,11 +61,11 @@ def test_ranges_for_all_experts_stay_inside(version: str, lost: float) -> None:
 class Asked(TorchDispatchMode):
     """The bytes of every new tensor away from the host."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.sizes: list[int] = []
+        self.sizes = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         new = func in (torch.ops.aten.empty.memory_format, torch.ops.aten._to_copy.default)
         if new and isinstance(out, torch.Tensor) and out.device.type == "meta":
@@ -79,7 +73,7 @@ class Asked(TorchDispatchMode):
         return out
 
 
-def test_a_static_map_asks_for_one_range_a_device(bundle: Path) -> None:
+def test_a_static_map_asks_for_one_range_a_device(bundle):
     opened, table = open_bundle(bundle), ((("w4",) * 8 + ("w2",) * 8,) * 4)
     with Asked() as asked:
         layers = load_map(opened, table, [torch.device("meta")] * 4)
@@ -88,15 +82,15 @@ def test_a_static_map_asks_for_one_range_a_device(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("gpu", [False], indirect=True, ids=["without computing"])
-def test_pools_are_one_range(gpu: StandIn, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, asked, memory = "hotness:hi=bf16,lo=w2,interval=60", list[int](), gpu.gpu.memory
+def test_pools_are_one_range(gpu, small, monkeypatch):
+    policy, asked, memory = "hotness:hi=bf16,lo=w2,interval=60", [], gpu.gpu.memory
     monkeypatch.setattr(gpu.gpu, "memory", lambda size: asked.append(size) or memory(size))
     model = moepack.load(small, policy=policy, device_memory=least(small, policy) + 200_000)
     pools = sum(p.block_bytes * p.blocks for p in model.moepack.manager.transitions.pools)
     assert len(asked) == 2 and asked[1] == pools, "staging buffers, and all pools"
 
 
-def test_blocks_are_given_back_whoever_looks_at_them() -> None:
+def test_blocks_are_given_back_whoever_looks_at_them():
     """And of a GPU that is full no more are taken."""
     gpu = FakeGpu(FakeCudart())
     memory, tracker = BlockMemory(4 * PAGE, gpu), BudgetTracker(3 * PAGE)
@@ -119,7 +113,7 @@ def test_blocks_are_given_back_whoever_looks_at_them() -> None:
 
 
 @pytest.mark.parametrize("size", [PAGE, 300 * PAGE, 6 * MIB + PAGE, 9 * MIB, 10 * MIB, 235 * MIB + PAGE])
-def test_what_blocks_take_of_torch(size: int) -> None:
+def test_what_blocks_take_of_torch(size):
     """Any number of them, one after another: their bytes, and the end of the last segment."""
     allocator, block = Allocator(), block_on_gpu(size)
     for n in range(1, 100):

@@ -4,13 +4,8 @@ A test names its row by `@pytest.mark.row(...)`; `row.refuses(call)` holds the c
 there, and when the test has passed each of those has been seen.
 """
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +18,7 @@ PAGE = ROOT / "docs" / "in-other-programs.md"
 QUOTED = re.compile(r"refused[^:`]*: (`+) ?(.+?) ?\1(?!`)")
 
 
-def rows() -> dict[str, tuple[str, str]]:
+def rows():
     """By its first cell, what a row says without a budget and in one."""
     cells = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
     return {name: (free, budget) for name, free, budget in cells if not name.startswith("what a program")}
@@ -32,13 +27,13 @@ def rows() -> dict[str, tuple[str, str]]:
 class Row:
     """One row: the lines of its refusals, and which of them a test has met."""
 
-    def __init__(self, name: str, bundle: Path) -> None:
+    def __init__(self, name, bundle):
         self.cells = rows()[name]
         self.quoted = {found[1] for cell in self.cells for found in QUOTED.findall(cell)}
-        self.seen: set[str] = set()
+        self.seen = set()
         self._bundle = str(bundle)
 
-    def refuses(self, call: Callable[..., Any], *args: Any, **options: Any) -> None:
+    def refuses(self, call, *args, **options):
         with pytest.raises(Exception) as raised:
             call(*args, **options)
         line = str(raised.value).splitlines()[0].replace(self._bundle, "BUNDLE")
@@ -50,7 +45,7 @@ class Row:
 
 
 @contextmanager
-def plain_code() -> Iterator[None]:
+def plain_code():
     """All but the experts by the model's own code, and BF16 rounded as torch's emulation does where there is one: what
     is compared here is to be the plain model's to the bit."""
     with pytest.MonkeyPatch.context() as patch:
@@ -61,13 +56,13 @@ def plain_code() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def by_plain_code() -> Iterator[None]:
+def by_plain_code():
     with plain_code():
         yield
 
 
 @pytest.fixture
-def row(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Row]:
+def row(request, bundle):
     marker = request.node.get_closest_marker("row")
     for library in marker.kwargs.get("needs", ()):
         pytest.importorskip(library, reason=f"{library} is not installed")
@@ -77,24 +72,24 @@ def row(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Row]:
 
 
 @pytest.fixture(scope="session")
-def plain(demo_model: Path) -> Any:
+def plain(demo_model):
     return AutoModelForCausalLM.from_pretrained(demo_model).requires_grad_(False)
 
 
 @pytest.fixture(scope="session")
-def tokenizer(demo_model: Path) -> Any:
+def tokenizer(demo_model):
     return AutoTokenizer.from_pretrained(demo_model)
 
 
 @pytest.fixture(scope="session")
-def free(bundle: Path) -> Any:
+def free(bundle):
     """Without a budget; not to be changed."""
     with plain_code():
         return moepack.load(bundle)
 
 
 @pytest.fixture(scope="session")
-def hot(bundle: Path) -> Iterator[Any]:
+def hot(bundle):
     """In a budget; not to be changed."""
     with plain_code():
         made = moepack.load(bundle, **HOT)
@@ -103,11 +98,11 @@ def hot(bundle: Path) -> Iterator[Any]:
 
 
 @pytest.fixture
-def another(bundle: Path) -> Iterator[Callable[..., Any]]:
+def another(bundle):
     """Loads models that a test may change: `another()`, `another(**HOT)`."""
     made = []
 
-    def load(**options: Any) -> Any:
+    def load(**options):
         made.append(moepack.load(bundle, **options))
         return made[-1]
 
@@ -117,13 +112,13 @@ def another(bundle: Path) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture(scope="session")
-def same(plain: Any) -> Callable[..., bool]:
+def same(plain):
     """Whether a model's logits are the plain one's, to the bit; of many tokens, those of all but one in fifty.
 
     Kernels add an expert's products in another order than torch. Seldom, the sum is rounded to another BF16 number.
     """
 
-    def compare(model: Any, tokens: int = 24) -> bool:
+    def compare(model, tokens=24):
         with torch.inference_mode():
             differs = (model(ids(tokens)).logits != plain(ids(tokens)).logits).any(-1)
         return int(differs.sum()) <= tokens // 50

@@ -1,15 +1,10 @@
 """How programs generate (docs/in-other-programs.md, "Generating"): token by token what the plain model gives."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,10 +19,10 @@ GROUPS = {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}
 
 
 @pytest.fixture(scope="session")
-def agree(plain: Any, free: Any, hot: Any) -> Callable[..., None]:
+def agree(plain, free, hot):
     """Runs `generate` with the same arguments on the plain model and on bundles, and compares."""
 
-    def check(inputs: Any = None, **options: Any) -> None:
+    def check(inputs=None, **options):
         options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, **options}
         made = []
         for model in (plain, free, hot):
@@ -38,10 +33,7 @@ def agree(plain: Any, free: Any, hot: Any) -> Callable[..., None]:
     return check
 
 
-Agree = Callable[..., None]
-
-
-def asking(row: str, *asked: dict[str, Any]) -> Any:
+def asking(row, *asked):
     return pytest.param(asked, marks=pytest.mark.row(row))
 
 
@@ -55,7 +47,7 @@ def asking(row: str, *asked: dict[str, Any]) -> Any:
         asking("`generate`: `prompt_lookup_num_tokens`, `assistant_early_exit`", LOOKUP, {"assistant_early_exit": 2}),
     ],
 )
-def test_generate(row: Any, agree: Agree, asked: tuple[dict[str, Any], ...]) -> None:
+def test_generate(row, agree, asked):
     for options in asked:
         agree(**options)
 
@@ -68,19 +60,19 @@ def test_generate(row: Any, agree: Agree, asked: tuple[dict[str, Any], ...]) -> 
         asking("`generate`: groups of beams", GROUPS),
     ],
 )
-def test_what_is_no_longer_in_transformers(row: Any, free: Any, hot: Any, options: tuple[dict[str, Any]]) -> None:
+def test_what_is_no_longer_in_transformers(row, free, hot, options):
     for model in (free, hot):
         row.refuses(model.generate, ids(4), **options[0])
 
 
 @pytest.mark.row("`generate`: an assistant, plain or the same bundle at `w1`")
-def test_assistants(row: Any, agree: Agree, plain: Any, another: Any) -> None:
+def test_assistants(row, agree, plain, another):
     for assistant in (plain, another(policy="static:w1"), another(policy="static:w1", device_memory="30MB")):
         agree(assistant_model=assistant)
 
 
 @pytest.mark.row("`generate`: a streamer")
-def test_streamer(row: Any, free: Any, hot: Any, plain: Any, tokenizer: Any) -> None:
+def test_streamer(row, free, hot, plain, tokenizer):
     texts = []
     for model in (plain, free, hot):
         streamer = TextIteratorStreamer(tokenizer, timeout=PATIENCE)  # a thread that failed ends nothing
@@ -93,14 +85,14 @@ def test_streamer(row: Any, free: Any, hot: Any, plain: Any, tokenizer: Any) -> 
 
 
 @pytest.mark.row("`generate`: a batch with padding")
-def test_padding(row: Any, agree: Agree, tokenizer: Any) -> None:
+def test_padding(row, agree, tokenizer):
     batch = tokenizer(["The history of the", "One"], return_tensors="pt", padding=True, padding_side="left")
     assert not batch["attention_mask"].all()
     agree(batch["input_ids"], attention_mask=batch["attention_mask"])
 
 
 @pytest.mark.row("`generate`: `inputs_embeds`; `prefill_chunk_size`")
-def test_embeddings_and_chunks(row: Any, agree: Agree, plain: Any, free: Any, hot: Any) -> None:
+def test_embeddings_and_chunks(row, agree, plain, free, hot):
     agree(prefill_chunk_size=4)
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
     made = [m.generate(inputs_embeds=m.get_input_embeddings()(ids(12)), **options) for m in (plain, free, hot)]
@@ -108,13 +100,13 @@ def test_embeddings_and_chunks(row: Any, agree: Agree, plain: Any, free: Any, ho
 
 
 @pytest.mark.row("`generate` in several threads")
-def test_threads(row: Any, plain: Any, free: Any, hot: Any) -> None:
+def test_threads(row, plain, free, hot):
     options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
     want = [plain.generate(ids(10, s), **options) for s in range(4)]
     for model in (free, hot):
-        got: dict[int, torch.Tensor] = {}
+        got = {}
 
-        def work(seed: int, model: Any = model, got: dict[int, torch.Tensor] = got) -> None:
+        def work(seed, model=model, got=got):
             got[seed] = model.generate(ids(10, seed), **options)
 
         at_once(work, 4)
@@ -122,10 +114,10 @@ def test_threads(row: Any, plain: Any, free: Any, hot: Any) -> None:
 
 
 @pytest.mark.row("`generate_batch`, continuous batching")
-def test_continuous_batching(row: Any, plain: Any, another: Any, hot: Any) -> None:
+def test_continuous_batching(row, plain, another, hot):
     prompts = [ids(5)[0].tolist(), ids(7, 1)[0].tolist()]
 
-    def run(model: Any) -> list[list[int]]:
+    def run(model):
         config = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64, use_cuda_graph=False)
         made = model.generate_batch(prompts, max_new_tokens=4, continuous_batching_config=config)
         return [made[name].generated_tokens for name in sorted(made)]
@@ -135,8 +127,8 @@ def test_continuous_batching(row: Any, plain: Any, another: Any, hot: Any) -> No
 
 
 @pytest.mark.row('`pipeline("text-generation")`, by model and by path')
-def test_pipeline(row: Any, bundle: Path, plain: Any, free: Any, hot: Any, tokenizer: Any) -> None:
-    def text(model: Any, **options: Any) -> str:
+def test_pipeline(row, bundle, plain, free, hot, tokenizer):
+    def text(model, **options):
         options = {"tokenizer": tokenizer, **options}
         made = pipeline("text-generation", model=model, **options)(PROMPT, max_new_tokens=8, do_sample=False)
         return str(made[0]["generated_text"])
@@ -147,7 +139,7 @@ def test_pipeline(row: Any, bundle: Path, plain: Any, free: Any, hot: Any, token
 
 
 @pytest.mark.row("chat and completions through `transformers serve`", needs=["fastapi", "uvicorn", "openai"])
-def test_transformers_serve(row: Any, bundle: Path, demo_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_serve(row, bundle, demo_model, monkeypatch):
     """Over HTTP. The example has no chat template: the test gives it one."""
     from transformers.cli.serve import Serve
 
@@ -155,7 +147,7 @@ def test_transformers_serve(row: Any, bundle: Path, demo_model: Path, monkeypatc
         free_port.bind(("127.0.0.1", 0))
         port = free_port.getsockname()[1]
 
-    def ask(path: str, body: dict[str, Any]) -> Any:
+    def ask(path, body):
         data = json.dumps({"max_tokens": 6, "temperature": 0, **body}).encode()
         at = urllib.request.Request(f"http://127.0.0.1:{port}/v1/{path}", data, {"content-type": "application/json"})
         with urllib.request.urlopen(at, timeout=PATIENCE) as answer:
@@ -181,13 +173,13 @@ def test_transformers_serve(row: Any, bundle: Path, demo_model: Path, monkeypatc
 
 
 @pytest.mark.row("`HFLM` of lm-eval, by model and by path", needs=["lm_eval"])
-def test_lm_eval(row: Any, bundle: Path, demo_model: Path, free: Any, hot: Any, plain: Any, tokenizer: Any) -> None:
+def test_lm_eval(row, bundle, demo_model, free, hot, plain, tokenizer):
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
     pairs = [(PROMPT, " the United States"), ("One plus", " one is two")]
 
-    def score(model: Any, **options: Any) -> Any:
+    def score(model, **options):
         by = {"tokenizer": tokenizer} if not isinstance(model, str) else {"device": "cpu"}
         asked = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
         return HFLM(pretrained=model, batch_size=2, **by, **options).loglikelihood(asked, disable_tqdm=True)

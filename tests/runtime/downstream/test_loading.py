@@ -1,11 +1,5 @@
 """How programs load a bundle (docs/in-other-programs.md, "Loading")."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from support import HOT
@@ -18,24 +12,23 @@ from moepack.runtime.planning.options import METHOD
 from moepack.runtime.plugin import MoepackConfig
 
 from_path = AutoModelForCausalLM.from_pretrained
-Same = Callable[..., bool]
 
 
 @pytest.mark.row("`moepack.load(bundle)`, `from_pretrained(bundle)`")
-def test_load(row: Any, bundle: Path, free: Any, hot: Any, same: Same) -> None:
+def test_load(row, bundle, free, hot, same):
     assert same(free) and same(hot) and same(from_path(bundle))
     assert same(free, 1) and same(free, 300) and same(hot, 1) and same(hot, 300)
 
 
 @pytest.mark.row("`from_pretrained(bundle, policy=..., device_memory=...)`")
-def test_keywords(row: Any, bundle: Path, same: Same) -> None:
+def test_keywords(row, bundle, same):
     assert from_path(bundle, policy="static:w2").moepack.versions[0][0] == "w2"
     with from_path(bundle, **HOT).moepack as serving:
         assert serving.budget_bytes == 30_000_000 and serving.manager is not None
 
 
 @pytest.mark.row("`from_pretrained(bundle, quantization_config=MoepackConfig(...))`")
-def test_config(row: Any, bundle: Path, same: Same) -> None:
+def test_config(row, bundle, same):
     config = MoepackConfig(policy="static:w3")
     assert from_path(bundle, quantization_config=config).moepack.versions[0][0] == "w3"
     model = from_path(bundle, quantization_config=MoepackConfig(**HOT))
@@ -44,7 +37,7 @@ def test_config(row: Any, bundle: Path, same: Same) -> None:
 
 
 @pytest.mark.row("`from_pretrained(bundle)` with `MOEPACK_POLICY`, `MOEPACK_DEVICE_MEMORY`")
-def test_environment(row: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment(row, bundle, monkeypatch):
     monkeypatch.setenv("MOEPACK_POLICY", HOT["policy"])
     monkeypatch.setenv("MOEPACK_DEVICE_MEMORY", HOT["device_memory"])
     with from_path(bundle).moepack as serving:
@@ -56,7 +49,7 @@ def test_environment(row: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.row("any of them without `import moepack`")
-def test_without_the_import(row: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_import(row, bundle, monkeypatch):
     """As transformers is where nobody has registered a quantiser; test_load.py has a process that really has not."""
     monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, METHOD)
     monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD)
@@ -64,7 +57,7 @@ def test_without_the_import(row: Any, bundle: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.row('`device_map="auto"`, `"cpu"`, `"balanced"`')
-def test_device_map(row: Any, bundle: Path, same: Same) -> None:
+def test_device_map(row, bundle, same):
     for device_map in ("auto", "cpu", "balanced", {"": "cpu"}):
         if torch.cuda.is_available() and device_map in ("auto", "balanced"):
             continue
@@ -75,7 +68,7 @@ def test_device_map(row: Any, bundle: Path, same: Same) -> None:
 
 
 @pytest.mark.row("a `device_map` that puts layers on the disk")
-def test_offloading_device_map(row: Any, bundle: Path, tmp_path: Path) -> None:
+def test_offloading_device_map(row, bundle, tmp_path):
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     layers = {f"model.layers.{n}": "disk" if n else "cpu" for n in range(4)}
     for options in ({}, HOT):
@@ -83,25 +76,25 @@ def test_offloading_device_map(row: Any, bundle: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.row('inside `with torch.device("cpu")`')
-def test_inside_a_device(row: Any, bundle: Path, hot: Any, same: Same) -> None:
+def test_inside_a_device(row, bundle, hot, same):
     with torch.device("cpu"):
         assert same(moepack.load(bundle)) and same(hot)
 
 
 @pytest.mark.row('inside `with torch.device("meta")`')
-def test_inside_meta(row: Any, bundle: Path) -> None:
+def test_inside_meta(row, bundle):
     with torch.device("meta"):
         row.refuses(moepack.load, bundle)
         row.refuses(moepack.load, bundle, **HOT)
 
 
 @pytest.mark.row("another quantiser's config")
-def test_another_quantiser(row: Any, bundle: Path) -> None:
+def test_another_quantiser(row, bundle):
     row.refuses(from_path, bundle, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
 
 
 @pytest.mark.row('`from_pretrained(bundle, experts_implementation="eager")`')
-def test_another_implementation(row: Any, bundle: Path) -> None:
+def test_another_implementation(row, bundle):
     row.refuses(from_path, bundle, experts_implementation="eager")
     for named in ("grouped_mm", {"": "eager"}):
         for kind in (AutoModelForCausalLM, Qwen3MoeForCausalLM):
@@ -111,11 +104,11 @@ def test_another_implementation(row: Any, bundle: Path) -> None:
 
 
 @pytest.mark.row("`AutoModel.from_pretrained(bundle)`, the decoder alone")
-def test_the_decoder_alone(row: Any, bundle: Path) -> None:
+def test_the_decoder_alone(row, bundle):
     row.refuses(AutoModel.from_pretrained, bundle)
 
 
 @pytest.mark.row("`from_config(model.config)`, then a pass")
-def test_from_config(row: Any, free: Any) -> None:
+def test_from_config(row, free):
     made = AutoModelForCausalLM.from_config(free.config)
     row.refuses(made, torch.ones(1, 4, dtype=torch.long))

@@ -1,14 +1,9 @@
 """What programs do with the model as an object (docs/in-other-programs.md, "The model as an object")."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from moepack.pack.errors import InputError
 
-Same = Callable[..., bool]
-
 
 @pytest.mark.row("`copy`, `deepcopy`, `pickle`, `torch.save` of the model, a layer or `model.moepack`")
-def test_copies(row: Any, free: Any, hot: Any, same: Same) -> None:
+def test_copies(row, free, hot, same):
     for model in (free, hot):
         layer = model.model.layers[0]
         for part in (model, model.model, layer, layer.mlp.experts, model.moepack):
@@ -32,7 +25,7 @@ def test_copies(row: Any, free: Any, hot: Any, same: Same) -> None:
 
 
 @pytest.mark.row("`save_pretrained`, `push_to_hub`, of the model or its decoder")
-def test_saving(row: Any, free: Any, hot: Any, tmp_path: Path) -> None:
+def test_saving(row, free, hot, tmp_path):
     for model in (free, free.model, hot, hot.model):
         row.refuses(model.save_pretrained, tmp_path / "saved")
         row.refuses(model.push_to_hub, "me/saved")
@@ -40,7 +33,7 @@ def test_saving(row: Any, free: Any, hot: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.row("`state_dict`, `load_state_dict`, `torch.save` of the state")
-def test_state(row: Any, another: Any, plain: Any, same: Same) -> None:
+def test_state(row, another, plain, same):
     dense = {name: t for name, t in plain.state_dict().items() if ".experts." not in name}
     for options in ({}, HOT):
         model, file = another(**options), io.BytesIO()
@@ -55,20 +48,20 @@ def test_state(row: Any, another: Any, plain: Any, same: Same) -> None:
 
 
 @pytest.mark.row("`load_state_dict` of the plain model's state")
-def test_plain_state(row: Any, free: Any, hot: Any, plain: Any) -> None:
+def test_plain_state(row, free, hot, plain):
     for model in (free, hot):
         row.refuses(model.load_state_dict, plain.state_dict())
 
 
 @pytest.mark.row("`.to`, `.cpu` where it is already")
-def test_staying(row: Any, another: Any, same: Same) -> None:
+def test_staying(row, another, same):
     for model in (another(), another(**HOT)):
         assert model.to("cpu") is model and model.cpu() is model and model.to(torch.device("cpu")) is model
         assert same(model)
 
 
 @pytest.mark.row("`.to`, `.cuda` to another device")
-def test_moving(row: Any, another: Any, same: Same) -> None:
+def test_moving(row, another, same):
     for model in (another(), another(**HOT)):
         for part in (model, model.model, torch.nn.ModuleList([model])):
             row.refuses(part.to, "meta")
@@ -79,7 +72,7 @@ def test_moving(row: Any, another: Any, same: Same) -> None:
 
 
 @pytest.mark.row("`.to(dtype)`, `.double()`")
-def test_casting(row: Any, another: Any, demo_model: Path) -> None:
+def test_casting(row, another, demo_model):
     """As the plain model cast: the experts' kernels add float32 in another order than torch, and float16 rounds.
 
     The plain model has no float64: its rotary tables are float32's there too.
@@ -104,13 +97,13 @@ def test_casting(row: Any, another: Any, demo_model: Path) -> None:
         pytest.param("dequantize", marks=pytest.mark.row("`dequantize()`")),
     ],
 )
-def test_conversions(row: Any, free: Any, hot: Any, call: str) -> None:
+def test_conversions(row, free, hot, call):
     for model in (free, hot):
         row.refuses(getattr(model, call))
 
 
 @pytest.mark.row('`set_experts_implementation("eager")`')
-def test_implementations(row: Any, free: Any, hot: Any, same: Same) -> None:
+def test_implementations(row, free, hot, same):
     for model in (free, hot, free.model):
         row.refuses(model.set_experts_implementation, "eager")
         row.refuses(model.set_experts_implementation, {"": "batched_mm"})
@@ -119,7 +112,7 @@ def test_implementations(row: Any, free: Any, hot: Any, same: Same) -> None:
 
 
 @pytest.mark.row("`resize_token_embeddings`")
-def test_resizing(row: Any, another: Any, demo_model: Path) -> None:
+def test_resizing(row, another, demo_model):
     ours, theirs = another(), AutoModelForCausalLM.from_pretrained(demo_model)
     for model in (ours, theirs):
         torch.manual_seed(0)
@@ -132,7 +125,7 @@ def test_resizing(row: Any, another: Any, demo_model: Path) -> None:
 
 
 @pytest.mark.row("`num_parameters`, `get_memory_footprint`")
-def test_counts(row: Any, free: Any, hot: Any, plain: Any, another: Any) -> None:
+def test_counts(row, free, hot, plain, another):
     for model in (free, hot, another(policy="static:w1")):
         assert model.num_parameters() == plain.num_parameters()
         assert model.model.num_parameters() == plain.model.num_parameters()
@@ -144,14 +137,14 @@ def test_counts(row: Any, free: Any, hot: Any, plain: Any, another: Any) -> None
 
 
 @pytest.mark.row("`train()`, `eval()`, `tie_weights()`, `share_memory()`")
-def test_harmless(row: Any, another: Any, same: Same) -> None:
+def test_harmless(row, another, same):
     for model in (another(), another(**HOT)):
         for call in (model.train, model.eval, model.tie_weights, model.share_memory):
             call()
             assert same(model)
 
 
-def exit_code(work: Callable[[], int]) -> int:
+def exit_code(work):
     """Of a forked child."""
     child = os.fork()
     if not child:
@@ -165,10 +158,10 @@ def exit_code(work: Callable[[], int]) -> int:
 
 @pytest.mark.skipif(torch.get_num_threads() > 1, reason="a forked child cannot use torch's threads of its parent")
 @pytest.mark.row("a pass in a forked child")
-def test_forks(row: Any, free: Any, hot: Any, same: Same) -> None:
+def test_forks(row, free, hot, same):
     assert exit_code(lambda: 0 if same(free) else 1) == 0
 
-    def refused() -> int:
+    def refused():
         row.refuses(hot, ids(8))
         return 7
 
@@ -178,15 +171,15 @@ def test_forks(row: Any, free: Any, hot: Any, same: Same) -> None:
 
 
 class Prompts(torch.utils.data.Dataset):
-    def __len__(self) -> int:
+    def __len__(self):
         return 4
 
-    def __getitem__(self, n: int) -> torch.Tensor:
+    def __getitem__(self, n):
         return ids(8, n)[0]
 
 
 @pytest.mark.row("`DataLoader` workers beside the model")
-def test_workers(row: Any, free: Any, hot: Any, plain: Any) -> None:
+def test_workers(row, free, hot, plain):
     for batch in torch.utils.data.DataLoader(Prompts(), batch_size=2, num_workers=1):
         with torch.inference_mode():
             want = plain(batch).logits
@@ -194,14 +187,14 @@ def test_workers(row: Any, free: Any, hot: Any, plain: Any) -> None:
 
 
 @pytest.mark.row("`torch.export`")
-def test_export(row: Any, free: Any, hot: Any, same: Same) -> None:
+def test_export(row, free, hot, same):
     for model in (free, hot):
         row.refuses(torch.export.export, model, (ids(8),), kwargs={"use_cache": False})
         assert same(model)
 
 
 @pytest.mark.row("`torch.compile`, also with `fullgraph=True`")
-def test_compile(row: Any, another: Any) -> None:
+def test_compile(row, another):
     """More of it is in tests/runtime/test_compile.py; torch's own backend would take a minute here."""
     torch._dynamo.reset()
     for options in ({}, HOT):

@@ -1,14 +1,12 @@
 """Every row of docs/in-other-programs.md has one test, and every test its row."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 from support import ROOT
 
 
-def test_every_row_has_a_test() -> None:
+def test_every_row_has_a_test():
     page = ROOT / "docs" / "in-other-programs.md"
     lines = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if line.startswith("| ")]
     told = [cells[0] for cells in lines if not cells[0].startswith("what a program")]

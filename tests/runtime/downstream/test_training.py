@@ -1,11 +1,6 @@
 """What is trained beside a bundle (docs/in-other-programs.md, "Training beside it"): losses are the plain model's."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +9,10 @@ from support import HOT, ids
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 NEAR = 2e-3  # of losses: experts' weights are the same, their sums may be in another order
-Same = Callable[..., bool]
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
+def alone():
     """PEFT imports gptqmodel where that is installed, which sets variables, and accelerate keeps what it was told."""
     before = dict(os.environ)
     yield
@@ -27,7 +21,7 @@ def alone() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def lora(model: Any, **options: Any) -> Any:
+def lora(model, **options):
     """With adapters on attention, the same ones every time."""
     from peft import get_peft_model
 
@@ -35,14 +29,14 @@ def lora(model: Any, **options: Any) -> Any:
     return get_peft_model(model, config(**options))
 
 
-def config(**options: Any) -> Any:
+def config(**options):
     from peft import LoraConfig
 
     chosen = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": "gaussian", **options}
     return LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **chosen)
 
 
-def train(model: Any, steps: int) -> list[float]:
+def train(model, steps):
     """Losses of so many steps on two batches in turn."""
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     losses = []
@@ -56,17 +50,17 @@ def train(model: Any, steps: int) -> list[float]:
     return losses
 
 
-def near(ours: list[float], theirs: list[float]) -> bool:
+def near(ours, theirs):
     return len(ours) == len(theirs) and max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < NEAR
 
 
 @pytest.fixture
-def checkpoint(demo_model: Path) -> Any:
+def checkpoint(demo_model):
     return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32).requires_grad_(False)
 
 
 @pytest.mark.row("PEFT: LoRA on attention, 40 steps", needs=["peft"])
-def test_lora(row: Any, another: Any, checkpoint: Any) -> None:
+def test_lora(row, another, checkpoint):
     ours, theirs = (train(lora(model), 40) for model in (another(dtype=torch.float32), checkpoint))
     assert theirs[-2] < theirs[0] - 0.5, "it learns"
     assert near(ours, theirs)
@@ -74,7 +68,7 @@ def test_lora(row: Any, another: Any, checkpoint: Any) -> None:
 
 
 @pytest.mark.row("PEFT: adapters saved, loaded, merged; `add_adapter`", needs=["peft"])
-def test_adapters(row: Any, another: Any, demo_model: Path, tmp_path: Path, same: Same) -> None:
+def test_adapters(row, another, demo_model, tmp_path, same):
     """An adapter in the model's own precision, which is how `load_adapter` loads one, or in PEFT's float32.
 
     What changes weights or the order of sums is compared in float32. In BF16 a merged weight is rounded to 2^-9 of it,
@@ -96,7 +90,7 @@ def test_adapters(row: Any, another: Any, demo_model: Path, tmp_path: Path, same
         plain.load_adapter(path)
         exact = plain(some).logits
 
-        def close(logits: Any) -> bool:  # sums of up to 128 products in another order, through 4 layers
+        def close(logits):  # sums of up to 128 products in another order, through 4 layers
             return bool((logits - exact).abs().max() < 2.0**-14 * exact.abs().max())
 
         for options in ({}, HOT):
@@ -129,7 +123,7 @@ def test_adapters(row: Any, another: Any, demo_model: Path, tmp_path: Path, same
 
 
 @pytest.mark.row("PEFT: LoRA on the experts' weights", needs=["peft"])
-def test_lora_on_experts(row: Any, another: Any) -> None:
+def test_lora_on_experts(row, another):
     from peft import LoraConfig, get_peft_model
 
     for options in ({}, HOT):
@@ -137,7 +131,7 @@ def test_lora_on_experts(row: Any, another: Any) -> None:
         row.refuses(get_peft_model, another(**options), experts)
 
 
-def arguments(at: Path, **options: Any) -> Any:
+def arguments(at, **options):
     fixed = {"max_steps": 4, "per_device_train_batch_size": 2, "learning_rate": 3e-3, "logging_steps": 1}
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
     return TrainingArguments(output_dir=str(at), **fixed, **quiet, **options)
@@ -147,7 +141,7 @@ ROWS = [{"input_ids": ids(24, s % 2)[0], "labels": ids(24, s % 2)[0]} for s in r
 
 
 @pytest.mark.row("`Trainer` with an adapter: train, resume, evaluate, predict, save", needs=["peft"])
-def test_trainer(row: Any, another: Any, checkpoint: Any, tmp_path: Path) -> None:
+def test_trainer(row, another, checkpoint, tmp_path):
     told = []
     for name, model in (("ours", another(dtype=torch.float32)), ("theirs", checkpoint)):
         asked = arguments(tmp_path / name, save_steps=2)
@@ -167,14 +161,14 @@ def test_trainer(row: Any, another: Any, checkpoint: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.row("`Trainer` of the model itself")
-def test_trainer_alone(row: Any, another: Any, tmp_path: Path) -> None:
+def test_trainer_alone(row, another, tmp_path):
     for options in ({}, HOT):
         model = another(**options)
         row.refuses(lambda model=model: Trainer(model, arguments(tmp_path), train_dataset=ROWS).train())
 
 
 @pytest.mark.row("gradient checkpointing")
-def test_checkpointing(row: Any, another: Any, checkpoint: Any) -> None:
+def test_checkpointing(row, another, checkpoint):
     grads = []
     for model in (another(dtype=torch.float32), checkpoint):
         model.gradient_checkpointing_enable()
@@ -190,7 +184,7 @@ def test_checkpointing(row: Any, another: Any, checkpoint: Any) -> None:
 
 
 @pytest.mark.row("accelerate: `prepare`, `unwrap_model`, `dispatch_model`, `cpu_offload`")
-def test_accelerate(row: Any, another: Any, same: Same) -> None:
+def test_accelerate(row, another, same):
     import accelerate
 
     accelerator = accelerate.Accelerator(cpu=True)

@@ -6,8 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -39,7 +37,7 @@ class Module(torch.nn.Module):
     has_gate, act_fn, has_post_expert_norm = True, torch.nn.SiLU(), False
     _moepack: LayerExperts
 
-    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply_gate(self, x):
         gate, up = x.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
@@ -49,18 +47,18 @@ class Normed(Module):
 
     has_post_expert_norm = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.post_expert_norm = torch.nn.RMSNorm(HIDDEN)
         self.post_expert_norm.weight.data.uniform_(0.5, 1.5)
 
 
-def extent(version: Version, seed: int) -> torch.Tensor:
+def extent(version, seed):
     """A random expert's, resident."""
     room = torch.zeros(version.resident_size(MATRICES), dtype=torch.uint8)
     rng = np.random.default_rng(seed)
 
-    def bf16(values: np.ndarray) -> np.ndarray:
+    def bf16(values):
         return torch.from_numpy(values.astype(np.float32)).bfloat16().view(torch.uint16).numpy()
 
     if version.plain:
@@ -81,7 +79,7 @@ def extent(version: Version, seed: int) -> torch.Tensor:
 EXTENTS = [extent(VERSIONS[e % len(VERSIONS)], e) for e in range(EXPERTS)]
 
 
-def layer_of(places: list[Where], tier: HostTier | None, module: Module | None = None) -> Module:
+def layer_of(places, tier, module=None):
     """A layer whose experts are in these places, each in a version of its own."""
     made = Module() if module is None else module
     layer = made._moepack = LayerExperts(ExpertLayer(0, "experts", EXPERTS, MATRICES), VERSIONS, CPU)
@@ -93,9 +91,7 @@ def layer_of(places: list[Where], tier: HostTier | None, module: Module | None =
     return made
 
 
-def routed(
-    tokens: int, top_k: int, dtype: torch.dtype, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed(tokens, top_k, dtype, seed=0):
     rng = torch.Generator().manual_seed(seed)
     index = torch.stack([torch.randperm(EXPERTS, generator=rng)[:top_k] for _ in range(tokens)])
     gates = torch.rand(tokens, top_k, generator=rng)
@@ -103,7 +99,7 @@ def routed(
 
 
 @pytest.fixture
-def tier() -> Iterator[HostTier]:
+def tier():
     made = HostTier(threads=1)
     yield made
     made.close()
@@ -124,15 +120,15 @@ PLACES = st.lists(st.sampled_from([Where.DEVICE, Where.HOST, Where.ABSENT]), min
 )
 @settings(max_examples=60, suppress_health_check=list(HealthCheck), derandomize=True)
 def test_the_bits_are_those_of_one_call(
-    backend: str,
-    places: list[Where],
-    tokens: int,
-    top_k: int,
-    dtype: torch.dtype,
-    normed: bool,
-    grad: bool,
-    tier: HostTier,
-) -> None:
+    backend,
+    places,
+    tokens,
+    top_k,
+    dtype,
+    normed,
+    grad,
+    tier,
+):
     """Whichever experts the host has; those that are absent add nothing on either side."""
     family = (Normed if normed else Module)().to(dtype)
     family.requires_grad_(False)
@@ -147,7 +143,7 @@ def test_the_bits_are_those_of_one_call(
     assert outs[0].dtype == dtype and torch.equal(*outs)
 
 
-def test_bytes_are_counted_and_the_rate_holds() -> None:
+def test_bytes_are_counted_and_the_rate_holds():
     """What a call reads of host experts takes bytes / rate at the least: those that are active, each once."""
     places = [Where.HOST] * 4 + [Where.DEVICE] * 4
     x, _, _ = routed(3, 2, torch.float32)
@@ -166,10 +162,10 @@ def test_bytes_are_counted_and_the_rate_holds() -> None:
     tier.close()
 
 
-def test_passes_at_once_share_it_and_mix_no_rows(tier: HostTier) -> None:
+def test_passes_at_once_share_it_and_mix_no_rows(tier):
     module = layer_of([Where.HOST if e % 2 else Where.DEVICE for e in range(EXPERTS)], tier)
 
-    def work(seed: int) -> None:
+    def work(seed):
         x, index, gates = routed(5 + seed, 3, torch.bfloat16, seed)
         want = experts_forward(module, x, index, gates)
         for _ in range(60):
@@ -178,12 +174,12 @@ def test_passes_at_once_share_it_and_mix_no_rows(tier: HostTier) -> None:
     at_once(work, 3)
 
 
-def test_what_fails_on_it_reaches_the_caller(tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_on_it_reaches_the_caller(tier, monkeypatch):
     module = layer_of([Where.HOST] * EXPERTS, tier)
     x, index, gates = routed(4, 2, torch.float32)
     want = experts_forward(module, x, index, gates)
 
-    def failing(*args: Any) -> Any:
+    def failing(*args):
         raise MemoryError("planted")
 
     with pytest.raises(MemoryError, match="planted"), monkeypatch.context() as patch:
@@ -192,11 +188,11 @@ def test_what_fails_on_it_reaches_the_caller(tier: HostTier, monkeypatch: pytest
     assert torch.equal(experts_forward(module, x, index, gates), want), "it goes on"
 
 
-def test_an_interrupted_pass_waits_for_its_call(tier: HostTier) -> None:
+def test_an_interrupted_pass_waits_for_its_call(tier):
     """The call reads what the step keeps: it has ended when the interruption is seen."""
     began, going, ended = threading.Event(), threading.Event(), []
 
-    def work() -> tuple[torch.Tensor, int]:
+    def work():
         began.set()
         going.wait(PATIENCE)
         ended.append(True)
@@ -211,11 +207,11 @@ def test_an_interrupted_pass_waits_for_its_call(tier: HostTier) -> None:
         raise ValueError("the device's")
 
 
-def failing_work() -> tuple[torch.Tensor, int]:
+def failing_work():
     raise MemoryError("the host's")
 
 
-def test_a_rate_does_not_hold_up_what_is_unwanted_or_closed() -> None:
+def test_a_rate_does_not_hold_up_what_is_unwanted_or_closed():
     tier = HostTier(1, rate=1.0)
     with pytest.raises(KeyboardInterrupt), tier.beside(lambda: (torch.zeros(1), 1000)):
         raise KeyboardInterrupt
@@ -226,14 +222,14 @@ def test_a_rate_does_not_hold_up_what_is_unwanted_or_closed() -> None:
     tier.close()
 
 
-def test_closed_it_runs_calls_on_their_own_threads() -> None:
+def test_closed_it_runs_calls_on_their_own_threads():
     tier = HostTier(1)
     tier.close()
     tier.close()
     assert not tier._thread.is_alive()
-    seen: list[str] = []
+    seen = []
 
-    def work() -> tuple[torch.Tensor, int]:
+    def work():
         seen.append(threading.current_thread().name)
         return torch.ones(1), 1
 
@@ -242,7 +238,7 @@ def test_closed_it_runs_calls_on_their_own_threads() -> None:
     assert job.out is not None and seen == [threading.current_thread().name]
 
 
-def test_nothing_is_left_behind(tier: HostTier) -> None:
+def test_nothing_is_left_behind(tier):
     """An idle tier keeps no module alive, nor the copy of its norm."""
     module = layer_of([Where.HOST] * EXPERTS, tier, Normed())
     x, index, gates = routed(4, 2, torch.float32)
@@ -264,15 +260,15 @@ class LateLink:
     What was fetched is rewritten afterwards, as the device's memory would be: who reads it late is found out.
     """
 
-    def __init__(self) -> None:
-        self.launched, self.log = threading.Event(), list[str]()
+    def __init__(self):
+        self.launched, self.log = threading.Event(), []
 
-    def fetch(self, *tensors: torch.Tensor) -> Any:
+    def fetch(self, *tensors):
         self.log.append("fetch")
         kept = tuple(t.clone() for t in tensors)
         copied = tuple(torch.full_like(t, 1) for t in tensors)
 
-        def arrived() -> tuple[torch.Tensor, ...]:
+        def arrived():
             assert self.launched.wait(PATIENCE), "the device's experts wait for the host's"
             for to, value in zip(copied, kept, strict=True):
                 to.copy_(value)
@@ -281,18 +277,18 @@ class LateLink:
 
         return arrived
 
-    def send(self, made: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def send(self, made, device):
         self.log.append("send")
         return made.clone()
 
 
-def test_on_another_device_the_host_runs_beside_it(tier: HostTier) -> None:
+def test_on_another_device_the_host_runs_beside_it(tier):
     """Activations are sent off first, then the device's kernels are launched; what the host made is added at last."""
     link = tier.link = LateLink()
     places = [(Where.HOST, Where.DEVICE, Where.ABSENT)[e % 3] for e in range(EXPERTS)]
 
     class Launching(Normed):
-        def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+        def _apply_gate(self, x):
             if threading.current_thread() is caller:
                 link.log.append("launched")
                 link.launched.set()

@@ -1,11 +1,7 @@
 """Up to how many tokens experts run from packed bytes: measured for a machine and a number of threads, and kept."""
 
-from __future__ import annotations
-
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(backends.VARIABLE, raising=False)
     backends.forget()
@@ -32,11 +28,11 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+def asked(monkeypatch):
     """What is measured, instead of measuring: w8 6, others 16 tokens, and with three threads 4."""
-    seen: list[tuple[str, int]] = []
+    seen = []
 
-    def measure(dtype: torch.dtype, name: str, candidates: object, threads: int) -> int:
+    def measure(dtype, name, candidates, threads):
         seen.append((name, threads))
         return 4 if threads == 3 else 6 if name == "w8" else 16
 
@@ -44,7 +40,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return seen
 
 
-def test_measured_once_for_each_number_of_threads(file: Path, asked: list[tuple[str, int]]) -> None:
+def test_measured_once_for_each_number_of_threads(file, asked):
     assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == [6, 16, 16]
     assert backends.direct_limits(BF16, VERSIONS, 3).tolist() == [4, 4, 4]
     for _ in range(2):
@@ -58,14 +54,12 @@ def test_measured_once_for_each_number_of_threads(file: Path, asked: list[tuple[
     assert len(json.loads(file.read_text())["tables"]) == 2
 
 
-def test_limits_of_dense_matrices(asked: list[tuple[str, int]]) -> None:
+def test_limits_of_dense_matrices(asked):
     assert backends.dense_limits(BF16, ["w8", "w4", "w8"]) == [6, 16, 6]
     assert asked == [(name, torch.get_num_threads()) for name in ("w8", "w4")]
 
 
-def test_another_machines_table_is_not_used(
-    file: Path, asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_machines_table_is_not_used(file, asked, monkeypatch):
     backends.direct_limits(BF16, VERSIONS, 1)
     for what in ("_processor", "build"):
         backends.forget()
@@ -80,22 +74,20 @@ def test_another_machines_table_is_not_used(
 @pytest.mark.parametrize(
     "spoilt", ["", "[]", "{}", '{"tables": 7}', '{"machine": "a", "limits": {}}', "\x00", '{"tables": {"a": 1}}']
 )
-def test_a_spoilt_file_is_measured_over(file: Path, asked: list[tuple[str, int]], spoilt: str) -> None:
+def test_a_spoilt_file_is_measured_over(file, asked, spoilt):
     file.parent.mkdir()
     file.write_text(spoilt)
     assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == [6, 16, 16]
     assert list(json.loads(file.read_text())["tables"]) == [backends._machine(1)]
 
 
-def test_limits_that_no_measurement_gives_are_not_believed(file: Path, asked: list[tuple[str, int]]) -> None:
+def test_limits_that_no_measurement_gives_are_not_believed(file, asked):
     file.parent.mkdir()
     file.write_text(json.dumps({"tables": {backends._machine(1): {"bfloat16 w8": 1 << 40}}}))
     assert backends.direct_limits(BF16, VERSIONS[:1], 1).tolist() == [6]
 
 
-def test_what_cannot_be_kept_is_not_measured(
-    tmp_path: Path, asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_kept_is_not_measured(tmp_path, asked, monkeypatch):
     """Else two processes of one machine would compute different bits."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -103,7 +95,7 @@ def test_what_cannot_be_kept_is_not_measured(
     assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == want and not asked
 
 
-def test_a_variable_fixes_them(asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_fixes_them(asked, monkeypatch):
     monkeypatch.setenv(backends.VARIABLE, "fixed")
     want = [backends.defaults()[f"bfloat16 {v.name}"] for v in VERSIONS]
     assert backends.direct_limits(BF16, VERSIONS, 1).tolist() == want and not asked
@@ -113,19 +105,19 @@ def test_a_variable_fixes_them(asked: list[tuple[str, int]], monkeypatch: pytest
         backends.direct_limits(BF16, VERSIONS, 3)
 
 
-def test_threads_that_ask_at_once_get_one_answer(asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_ask_at_once_get_one_answer(asked, monkeypatch):
     real, got = autotune.measure_limit, []
 
-    def slow(*args: object) -> int:
+    def slow(*args):
         time.sleep(0.05)
-        return real(*args)  # type: ignore[arg-type]
+        return real(*args)
 
     monkeypatch.setattr(autotune, "measure_limit", slow)
     at_once(lambda _: got.append(int(backends.direct_limits(BF16, VERSIONS[:1], 1)[0])), 4)
     assert got == [6] * 4 and asked == [("w8", 1)]
 
 
-def test_reports_say_where_they_come_from(file: Path, asked: list[tuple[str, int]]) -> None:
+def test_reports_say_where_they_come_from(file, asked):
     threads = torch.get_num_threads()
     assert backends.source().startswith(f"none yet for {threads} threads")
     limits = backends.autotune()
@@ -137,11 +129,11 @@ def test_reports_say_where_they_come_from(file: Path, asked: list[tuple[str, int
 
 
 @pytest.mark.parametrize(("fused", "limit"), [(0.5, backends.UNLIMITED), (1.5, 2)])
-def test_any_number_of_tokens(fused: float, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_tokens(fused, limit, monkeypatch):
     """What is faster with 512 tokens has no limit; more are never timed."""
-    timed: list[int] = []
+    timed = []
 
-    def seconds(tokens: int, each: float) -> float:
+    def seconds(tokens, each):
         timed.append(tokens)
         return tokens * each
 
@@ -151,7 +143,7 @@ def test_any_number_of_tokens(fused: float, limit: int, monkeypatch: pytest.Monk
     assert max(timed) <= autotune.MOST and (autotune.MOST in timed) == (limit == backends.UNLIMITED)
 
 
-def test_without_measurements_integers_have_no_limit_with_avx2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_measurements_integers_have_no_limit_with_avx2(monkeypatch):
     monkeypatch.setenv(backends.VARIABLE, "fixed")
     native = backends.library()
     for level in native.LEVELS[: native.BEST + 1]:
@@ -163,9 +155,9 @@ def test_without_measurements_integers_have_no_limit_with_avx2(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")])
-def test_what_is_multiplied_has_no_denormal_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_multiplied_has_no_denormal_numbers(name, monkeypatch):
     """torch takes ten times as long with them: every encoding would seem to gain by its packed bytes."""
-    seen: list[torch.Tensor] = []
+    seen = []
     monkeypatch.setattr(autotune, "has_tiles", lambda dtype: False)
     monkeypatch.setattr(autotune, "multiply", lambda x, weights, out: seen.append(weights(0, 256, torch.float32)))
     autotune._ways(torch.float32, name, 1, time.perf_counter)[1](2)
@@ -174,7 +166,7 @@ def test_what_is_multiplied_has_no_denormal_numbers(name: str, monkeypatch: pyte
         assert weights.abs().max() < 600 and not ((weights != 0) & (weights.abs() < 1e-6)).any()
 
 
-def test_a_model_is_loaded_with_them_at_hand(bundle: Path, file: Path) -> None:
+def test_a_model_is_loaded_with_them_at_hand(bundle, file):
     moepack.load(bundle, policy="static:w2")
     (limits,) = json.loads(file.read_text())["tables"].values()
     dense = ["float32 bf16"]  # of BF16 matrices beside the experts, which take either dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,11 +26,11 @@ VERSIONS = tuple(Version.of(name, 32) for name in ("bf16", "w4", "w2", "w1"))
 class Launches:
     """Stands where the kernel does, and counts."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
+    def __getitem__(self, grid):
+        def launch(*args, **kwargs):
             self.count += 1
 
         return launch
@@ -43,13 +42,13 @@ class Module:
     has_gate, act_fn = True, torch.nn.SiLU()
     _moepack: LayerExperts
 
-    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
+    def _apply_gate(self, x):
         gate, up = x.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
 
 @pytest.fixture
-def module() -> Module:
+def module():
     """A layer of eight experts on a device without values, in two of four versions."""
     made = Module()
     layer = made._moepack = LayerExperts(ExpertLayer(0, "experts", 8, MATRICES), VERSIONS, META)
@@ -60,12 +59,12 @@ def module() -> Module:
     return made
 
 
-def routed(tokens: int = 6) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed(tokens=6):
     index = torch.empty(tokens, 2, dtype=torch.long, device=META)
     return torch.empty(tokens, 32, dtype=torch.bfloat16, device=META), index, torch.empty(tokens, 2, device=META)
 
 
-def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_waits_for_nothing_and_launches_what_is_served(module, monkeypatch):
     """Two versions of four: two launches a matrix and a sum, for few tokens one; no value read, counts included."""
     affine_triton = pytest.importorskip("moepack.runtime.kernels.affine_triton")
     from moepack.runtime.kernels import routing_triton, switch_triton
@@ -89,7 +88,7 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module: Module, m
 
 
 @pytest.mark.parametrize("waiting", ["counts", "experts"])
-def test_planted_waits_are_found(module: Module, waiting: str) -> None:
+def test_planted_waits_are_found(module, waiting):
     x, index, gates = routed()
     with pytest.raises((NotImplementedError, RuntimeError)):
         if waiting == "counts":
@@ -101,19 +100,19 @@ def test_planted_waits_are_found(module: Module, waiting: str) -> None:
 class Mark:
     """Ends when told to."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ended = False
 
-    def done(self) -> bool:
+    def done(self):
         return self.ended
 
 
-def test_each_running_step_has_a_table_of_its_own(module: Module) -> None:
+def test_each_running_step_has_a_table_of_its_own(module):
     """A table is written again only when the kernels of the step that read it have ended."""
     layer = module._moepack
-    marks: list[Mark] = []
+    marks = []
 
-    def mark() -> Any:
+    def mark():
         marks.append(Mark())
         return marks[-1]
 
@@ -133,14 +132,14 @@ def test_each_running_step_has_a_table_of_its_own(module: Module) -> None:
     assert before.over(second.words[0]).device_table().tolist() == words.tolist()
 
 
-def test_a_graph_is_refused(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_is_refused(module, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(InputError, match="is not captured in a CUDA graph"):
         DeviceTables([8], torch.device("cpu"), Mark).take(1, [module._moepack.current])
 
 
-def test_maps_of_places_travel_with_the_table(module: Module) -> None:
+def test_maps_of_places_travel_with_the_table(module):
     """No pass copies them: they are the snapshot's own, and what is made of a snapshot is kept for its steps."""
     layer = module._moepack
     layer.publish(2, replace(layer.current.handles[2], where=Where.HOST))
@@ -154,5 +153,5 @@ def test_maps_of_places_travel_with_the_table(module: Module) -> None:
         assert step._maps[here].untyped_storage().data_ptr() == first.words.untyped_storage().data_ptr()
     assert "served" in vars(layer.current) and step.served is layer.current.served
     tables.give(first)
-    first.read.ended = True  # type: ignore[union-attr]
+    first.read.ended = True
     assert tables.take(1, [layer.current]).snapshots[0] is step, "an epoch's snapshots are made once"

@@ -1,9 +1,5 @@
 """The next layer's routing by its own router: every family's, without a trace in what transformers collects."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -18,7 +14,7 @@ MORE = {"minimax_m2": {"num_local_experts": 8}}  # its router takes the layer's 
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE])
-def test_a_routers_answer_is_its_own(family: str) -> None:
+def test_a_routers_answer_is_its_own(family):
     """Asked about what its own layer's experts read, each router says what it did: indices and weights."""
     model, layers = random_model(family, torch.float32, **MORE.get(family, {}))
     prediction, seen = Prediction(model, layers, (GATES,)), []
@@ -36,7 +32,7 @@ def test_a_routers_answer_is_its_own(family: str) -> None:
         torch.testing.assert_close(asked.gates.sort(-1).values.float(), weights.sort(-1).values.float())
 
 
-def test_counts_gates_and_hits_by_hand() -> None:
+def test_counts_gates_and_hits_by_hand():
     """Layer 1 is predicted from what layer 0's experts read; padding does not count, nor what is no expert."""
     model, layers = random_model("qwen3_moe", torch.float32)
     prediction = Prediction(model, layers, (GATES,))
@@ -58,7 +54,7 @@ def test_counts_gates_and_hits_by_hand() -> None:
     assert prediction.choices.tolist() == [0, 4], "nothing had been predicted for it"
 
 
-def test_what_transformers_collects_of_routers_stays_as_it_was() -> None:
+def test_what_transformers_collects_of_routers_stays_as_it_was():
     model, layers = random_model("qwen3_moe", torch.float32)
     ids = torch.randint(1, 4000, (1, 9))
     with torch.inference_mode():
@@ -71,7 +67,7 @@ def test_what_transformers_collects_of_routers_stays_as_it_was() -> None:
     assert len(asked) == len(plain) == 2 and all(torch.equal(a, b) for a, b in zip(asked, plain, strict=True))
 
 
-def test_routers_that_cannot_be_asked_are_refused_by_name() -> None:
+def test_routers_that_cannot_be_asked_are_refused_by_name():
     for change, word in (
         (lambda block: delattr(block, "gate"), "has no router beside it"),
         (lambda block: setattr(block, "gate", Odd()), "takes temperature"),
@@ -87,24 +83,24 @@ def test_routers_that_cannot_be_asked_are_refused_by_name() -> None:
 class Odd(torch.nn.Linear):
     """Wants to be told more."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(64, 8)
 
-    def forward(self, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
+    def forward(self, hidden, temperature):
         return super().forward(hidden)
 
 
 class Silent(torch.nn.Linear):
     """Says nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(64, 8)
 
-    def forward(self, hidden: torch.Tensor) -> Any:
+    def forward(self, hidden):
         return None
 
 
-def test_logits_alone_are_enough() -> None:
+def test_logits_alone_are_enough():
     """A plain linear layer: softmax and top k, as equation 6 has it."""
     model, layers = random_model("qwen3_moe", torch.float32)
     model.model.layers[1].mlp.gate = torch.nn.Linear(64, 8, bias=False)
@@ -121,13 +117,13 @@ class Shares(torch.nn.Linear):
 
     tells = True
 
-    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, hidden):
         shares = super().forward(hidden).softmax(-1)
         chosen = shares.topk(2, -1)
         return (shares, *chosen) if self.tells else (*chosen,)
 
 
-def test_routers_tell_the_running_step_their_logits() -> None:
+def test_routers_tell_the_running_step_their_logits():
     """Of the router that returns shares, numbers whose softmax is these; outside a step, no step is told."""
     model, layers = random_model("qwen3_moe", torch.float32)
     key = object()

@@ -1,12 +1,8 @@
 """Heavy hitters, from queries and keys: against whole matrices, and without any trace in what a model computes."""
 
-from __future__ import annotations
-
 import gc
 import math
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +19,7 @@ from moepack.runtime.policies.reducers import HEAVY
 from moepack.runtime.step.context import Step, opened
 
 
-def model_of(family: str, attention: str = "sdpa", **extra: Any) -> Any:
+def model_of(family, attention="sdpa", **extra):
     model, _ = random_model(family, torch.float32, attention, **extra)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -32,7 +28,7 @@ def model_of(family: str, attention: str = "sdpa", **extra: Any) -> Any:
     return model
 
 
-def layers_of(model: Any) -> list[ExpertLayer]:
+def layers_of(model):
     names = [name for name, _ in model.named_modules() if name.endswith(".experts")]
     return [
         ExpertLayer(i, name, 8, (Matrix("gate_up", 96, 64), Matrix("down", 64, 48))) for i, name in enumerate(names)
@@ -42,18 +38,16 @@ def layers_of(model: Any) -> list[ExpertLayer]:
 class Recorder(TokenImportance):
     """Keeps what tokens received, beside who the heavy hitters are."""
 
-    def __init__(self, model: Any, workspace: int = 1 << 20) -> None:
+    def __init__(self, model, workspace=1 << 20):
         super().__init__(model, layers_of(model), 0.25, workspace)
-        self.heavy: list[torch.Tensor] = []
+        self.heavy = []
 
-    def saw(self, *args: Any) -> None:
+    def saw(self, *args):
         super().saw(*args)
         self.heavy += [mask.clone() for mask in self._heavy.values()][len(self.heavy) :]
 
 
-def whole(
-    model: Any, share: float, text: torch.Tensor | None = None, cached: int = 0, **given: Any
-) -> list[torch.Tensor]:
+def whole(model, share, text=None, cached=0, **given):
     """Heavy hitters from the whole matrices that a model with plain attention gives."""
     with torch.inference_mode():
         maps = model(**given, output_attentions=True).attentions
@@ -66,7 +60,7 @@ def whole(
     return out
 
 
-def seen(model: Any, text: torch.Tensor | None = None, cached: int = 0, workspace: int = 1 << 20, **given: Any) -> Any:
+def seen(model, text=None, cached=0, workspace=1 << 20, **given):
     recorder = Recorder(model, workspace)
     shape = tuple(given["input_ids"].shape)
     mask = None if text is None else text.reshape(-1).long()
@@ -75,11 +69,11 @@ def seen(model: Any, text: torch.Tensor | None = None, cached: int = 0, workspac
     return recorder.heavy, out
 
 
-def ids(batch: int, tokens: int) -> torch.Tensor:
+def ids(batch, tokens):
     return torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(1))
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES = {
     "qwen3_moe": {},  # two heads share a key
     "mixtral": {"sliding_window": 8},
     "gpt_oss": {"sliding_window": 8},  # sinks; plain attention alone
@@ -98,7 +92,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("workspace", [1 << 20, 3000])
-def test_heavy_hitters_are_those_of_the_whole_matrices(family: str, attention: str, workspace: int) -> None:
+def test_heavy_hitters_are_those_of_the_whole_matrices(family, attention, workspace):
     """Causal, with a sliding window, grouped heads, sinks; a batch with padding on the left; and prompts in chunks."""
     if (family, attention) == ("gpt_oss", "sdpa"):
         pytest.skip("it has no such attention")
@@ -124,7 +118,7 @@ def test_heavy_hitters_are_those_of_the_whole_matrices(family: str, attention: s
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_cache_of_a_fixed_length() -> None:
+def test_a_cache_of_a_fixed_length():
     """The step's tokens are in its middle."""
     from transformers import StaticCache
 
@@ -143,7 +137,7 @@ def test_a_cache_of_a_fixed_length() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_attention_received_by_hand() -> None:
+def test_attention_received_by_hand():
     """Two queries, two keys, one head: products 0 and ln 3."""
     q = torch.tensor([[[[0.0], [1.0]]]])
     k = torch.tensor([[[[0.0], [math.log(3.0)]]]])
@@ -160,7 +154,7 @@ def test_attention_received_by_hand() -> None:
     assert attention_received(q, k, None, 1.0, text=text)[0].tolist() == pytest.approx([0.25, 0.75])
 
 
-def test_who_is_a_heavy_hitter() -> None:
+def test_who_is_a_heavy_hitter():
     scores = torch.tensor([[5.0, 1, 5, 2, 0], [9, 1, 2, 3, 4]])
     text = torch.tensor([[True] * 5, [False, True, True, True, True]])
     for share, want in ((0.2, [[0], [4]]), (0.4, [[0, 2], [3, 4]])):
@@ -170,11 +164,11 @@ def test_who_is_a_heavy_hitter() -> None:
     assert heavy_hitters(scores, 1.0, text).equal(text), "padding never is"
 
 
-def test_other_models_and_decoding_are_left_alone() -> None:
+def test_other_models_and_decoding_are_left_alone():
     """Only the model that reads a prompt is seen, while it does; what families read in configurations stays."""
     model, other = model_of("qwen3_moe"), model_of("qwen3_moe")
     recorder = Recorder(model)
-    calls: list[str] = []
+    calls = []
     for which, m in (("mine", model), ("other", other)):
         attention = m.model.layers[0].self_attn
         attention.register_forward_pre_hook(
@@ -192,7 +186,7 @@ def test_other_models_and_decoding_are_left_alone() -> None:
     assert model.config._attn_implementation == "sdpa", "however a pass ends"
 
 
-def test_other_code_gets_its_attention_as_before() -> None:
+def test_other_code_gets_its_attention_as_before():
     """By its own names of arguments, in models of other makers too; a function made for one object goes with it."""
     TokenImportance(model_of("qwen3_moe"), layers_of(model_of("qwen3_moe")), 0.2, 1 << 20)
     table, x = ALL_ATTENTION_FUNCTIONS, torch.randn(1, 2, 3, 8)
@@ -204,7 +198,7 @@ def test_other_code_gets_its_attention_as_before() -> None:
     assert table["flash_attention_2"].__name__ == "flash_attention_forward"
 
     class Own:
-        def eager(self, *args: Any, **given: Any) -> Any:
+        def eager(self, *args, **given):
             return 7, None
 
     own = Own()
@@ -222,7 +216,7 @@ def test_other_code_gets_its_attention_as_before() -> None:
         ("qwen3_moe", "flex_attention", "flex_attention"),
     ],
 )
-def test_attention_that_does_not_tell_is_refused_by_name(family: str, attention: str, word: str) -> None:
+def test_attention_that_does_not_tell_is_refused_by_name(family, attention, word):
     model = model_of(family)
     model.config._attn_implementation_internal = attention
     with pytest.raises(InputError, match=word) as refused:
@@ -230,14 +224,14 @@ def test_attention_that_does_not_tell_is_refused_by_name(family: str, attention:
     assert "needs attention weights" in str(refused.value) and "by=counts" in str(refused.value)
 
 
-def test_served_models(bundle: Path) -> None:
+def test_served_models(bundle):
     """One attention or the other, importance or not: everything critical gives the bits of the version alone."""
     policy = "importance:hi=w4,r=1"
     for attention in ("eager", "sdpa"):
         budget = least(bundle, policy, attn_implementation=attention) + 2_000_000
         plain = moepack.load(bundle, policy="static:w4", attn_implementation=attention)
         model = moepack.load(bundle, policy=policy, device_memory=budget, attn_implementation=attention)
-        told: list[Any] = []
+        told = []
         decide = model.moepack.manager.policy.decide
         model.moepack.manager.policy.decide = lambda event: told.append(event) or decide(event)  # noqa: B023
         with torch.inference_mode():

@@ -1,7 +1,5 @@
 """The compiled CPU kernels against float64 at every width, group and instruction set; and against pack's weights."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,7 +7,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,19 +51,19 @@ PACKED = [
 ]
 
 
-def named(version: Version) -> str:
+def named(version):
     return f"{version.name}-{version.bits}-{version.group_size}-{version.scale_bits}"
 
 
 @pytest.fixture(autouse=True)
-def best_level() -> object:
+def best_level():
     yield
     native.use_level()
 
 
 @pytest.mark.parametrize("level", range(BEST + 1))
 @pytest.mark.parametrize("version", [Version.of("bf16"), *PACKED], ids=named)
-def test_products_against_float64(version: Version, level: int) -> None:
+def test_products_against_float64(version, level):
     """Every shape; one token, and as many as take all tile sizes (4 + 2 + 1)."""
     assert native.use_level(level) == level
     for k, (rows, cols) in enumerate(SHAPES):
@@ -85,7 +82,7 @@ def test_products_against_float64(version: Version, level: int) -> None:
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("version", PACKED, ids=named)
-def test_unpacked_weights_are_packs(version: Version, level: int, dtype: torch.dtype) -> None:
+def test_unpacked_weights_are_packs(version, level, dtype):
     """The same numbers: exact in float32, rounded once in BF16."""
     native.use_level(level)
     for k, (rows, cols) in enumerate(SHAPES):
@@ -99,14 +96,14 @@ def test_unpacked_weights_are_packs(version: Version, level: int, dtype: torch.d
         assert torch.equal(got, want[first:]), (rows, cols)
 
 
-def use_tiles(level: int) -> None:
+def use_tiles(level):
     if native.use_level(level) != level:
         pytest.skip(f"{native.LEVELS[level]} is above {native.LEVELS[BEST]}, which is used here")
 
 
 @pytest.mark.parametrize("level", TILES)
 @pytest.mark.parametrize("version", [Version.of("bf16"), *PACKED], ids=named)
-def test_tiles_against_float64(version: Version, level: int) -> None:
+def test_tiles_against_float64(version, level):
     """Every shape, with slots that leave tiles and batches of 512 unfilled.
 
     Of many tokens weights are rounded to BF16: float32 results hold to the one or the other.
@@ -131,7 +128,7 @@ def test_tiles_against_float64(version: Version, level: int) -> None:
 
 
 @pytest.mark.parametrize("level", TILES)
-def test_tiles_beside_packed_bytes_and_whatever_the_threads(level: int) -> None:
+def test_tiles_beside_packed_bytes_and_whatever_the_threads(level):
     """Busy experts in tiles, the others not, sentinels left alone; more activations than have room at a time."""
     use_tiles(level)
     layer = make_layer(Matrix("m", 40, 14336), VERSIONS, [e % 5 for e in range(10)])
@@ -148,7 +145,7 @@ def test_tiles_beside_packed_bytes_and_whatever_the_threads(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_five_versions_in_one_call(level: int) -> None:
+def test_five_versions_in_one_call(level):
     """Experts without tokens, with one and with many, sentinels, biases; several activations a slot and the reverse."""
     native.use_level(level)
     layer = make_layer(Matrix("m", 70, 200, bias=True), VERSIONS, [e % 5 for e in range(12)])
@@ -164,7 +161,7 @@ def test_five_versions_in_one_call(level: int) -> None:
 
 
 @pytest.mark.parametrize("versions", [VERSIONS, list({v.name: v for v in RELEASED}.values())], ids=["own", "released"])
-def test_neither_threads_nor_company_change_a_bit(versions: list[Version]) -> None:
+def test_neither_threads_nor_company_change_a_bit(versions):
     layer = make_layer(Matrix("m", 200, 300), versions, [e % len(versions) for e in range(20)])
     index = torch.randint(0, 20, (9, 4), generator=torch.Generator().manual_seed(1))
     x = activations(9, 300, torch.bfloat16)
@@ -184,7 +181,7 @@ def test_neither_threads_nor_company_change_a_bit(versions: list[Version]) -> No
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_neither_rounds_nor_batches_change_a_bit(level: int) -> None:
+def test_neither_rounds_nor_batches_change_a_bit(level):
     """Activations that fit at once, that each thread prepares for itself, and that threads prepare in rounds."""
     native.use_level(level)
     layer = make_layer(Matrix("m", 40, 14336), VERSIONS, [2, 1, 4, 0, 3, 2])
@@ -198,7 +195,7 @@ def test_neither_rounds_nor_batches_change_a_bit(level: int) -> None:
 
 @pytest.mark.parametrize("tiles", [False, True])
 @pytest.mark.parametrize("borrowed", [True, False])
-def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None:
+def test_calls_from_several_threads_at_once(borrowed, tiles):
     layer = make_layer(Matrix("m", 128, 256), VERSIONS, [e % 5 for e in range(10)])
     index = torch.arange(10).repeat(20 if tiles else 1, 1)
     x = activations(len(index), 256, torch.bfloat16 if tiles else torch.float32)
@@ -207,7 +204,7 @@ def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None
     limits = ALL_IN_TILES if tiles else None
     want = product(layer, x, index, limits, threads=1)
 
-    def work(_: int) -> None:
+    def work(_):
         for _ in range(100):
             assert torch.equal(product(layer, x, index, limits, fill=0, threads=2), want)
 
@@ -218,7 +215,7 @@ def test_calls_from_several_threads_at_once(borrowed: bool, tiles: bool) -> None
         native.use_openmp()
 
 
-def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
+def test_after_a_fork_the_child_has_threads_of_its_own():
     code = (
         "import os, sys, torch\n"
         f"sys.path.insert(0, {str(HELPERS / 'inputs')!r})\n"
@@ -235,13 +232,13 @@ def test_after_a_fork_the_child_has_threads_of_its_own() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_a_fork_while_another_thread_has_the_arena() -> None:
+def test_a_fork_while_another_thread_has_the_arena():
     """Its lock is then held in the child by nobody: what waits for it would wait for ever."""
     layer = make_layer(Matrix("m", 256, 2048), VERSIONS, [e % 5 for e in range(8)])
     index = torch.randint(0, 8, (256, 2), generator=torch.Generator().manual_seed(0))
     x, stop = torch.randn(256, 2048), threading.Event()
 
-    def busy() -> None:
+    def busy():
         while not stop.is_set():
             product(layer, x, index)
 
@@ -260,7 +257,7 @@ def test_a_fork_while_another_thread_has_the_arena() -> None:
         thread.join()
 
 
-def test_a_limit_leaves_busy_experts_out() -> None:
+def test_a_limit_leaves_busy_experts_out():
     layer = make_layer(Matrix("m", 20, 64), VERSIONS, [1, 2])
     index = torch.tensor([[0], [1], [1], [1]])
     x = activations(4, 64, torch.float32)
@@ -269,7 +266,7 @@ def test_a_limit_leaves_busy_experts_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_combine(dtype: torch.dtype) -> None:
+def test_combine(dtype):
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(12, 1300, generator=generator).to(dtype)
     y[5] = torch.nan  # a sentinel's row was never written
@@ -284,7 +281,7 @@ def test_combine(dtype: torch.dtype) -> None:
     assert relative(out, want.numpy()) <= TOLERANCE[dtype]
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     layer = make_layer(Matrix("m", 20, 64), VERSIONS, [1, 2])
     x, index, out = torch.zeros(2, 64), torch.tensor([[0], [1]]), torch.empty(2, 20)
     table = layer.table
@@ -308,9 +305,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("level", sorted({LEVELS[-1], BEST}))
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("tokens", [1, 70])
-def test_the_forward_is_the_fallbacks(
-    bundle: Path, dtype: torch.dtype, tokens: int, level: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_forward_is_the_fallbacks(bundle, dtype, tokens, level, monkeypatch):
     """Few tokens and many, in all versions, with tiles of our own and torch's product: what a machine without a
     compiler computes. BF16 rounds three times."""
     import moepack
@@ -330,7 +325,7 @@ def test_the_forward_is_the_fallbacks(
     index[: tokens // 2, 0] = 3  # one busy expert
     gates = torch.rand(tokens, 4, generator=generator).to(dtype)
 
-    def compare() -> None:
+    def compare():
         call = LayerCall(module, experts.current, x, index, gates)
         want = reference_forward(call).double().numpy()
         assert relative(cpu.forward(call), want) <= (1e-5 if dtype == torch.float32 else 1e-2)
@@ -350,7 +345,7 @@ def test_the_forward_is_the_fallbacks(
             compare()
 
 
-def test_without_the_extension_the_fallback_serves(bundle: Path) -> None:
+def test_without_the_extension_the_fallback_serves(bundle):
     code = (
         "import sys\n"
         "sys.modules['moepack.runtime.kernels.affine_native'] = None\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from expert_layers import (
@@ -11,7 +9,6 @@ from expert_layers import (
     SMALL,
     TOLERANCE,
     VERSIONS,
-    Layer,
     activations,
     expected,
     make_layer,
@@ -28,9 +25,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the
 
 
 def run(
-    layer: Layer, m: Matrix, versions: list[Version], x: torch.Tensor, index: torch.Tensor, gated: bool = False,
-    tile: str = "DECODE",
-) -> torch.Tensor:  # fmt: skip
+    layer, m, versions, x, index, gated = False,
+    tile = "DECODE",
+):  # fmt: skip
     from moepack.runtime.kernels import affine_triton
     from moepack.runtime.kernels.affine_triton import product
     from moepack.runtime.kernels.routing_triton import sort
@@ -54,7 +51,7 @@ MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
 
 
 @pytest.mark.parametrize("version", WIDTHS + MIXED + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
-def test_every_width_and_group(version: Version) -> None:
+def test_every_width_and_group(version):
     versions = [version]
     index = torch.tensor([[0], [2], [2]])  # expert 1 has no tokens
     for k, (rows, cols) in enumerate([(40, 100), (17, 257), (1, 1)]):
@@ -66,7 +63,7 @@ def test_every_width_and_group(version: Version) -> None:
 
 
 @pytest.mark.parametrize("share", [3, 1])
-def test_five_versions_share_one_geometry(share: int) -> None:
+def test_five_versions_share_one_geometry(share):
     """More slots of an expert than a tile takes, sentinels, biases, experts without tokens."""
     m = Matrix("m", 50, 90, bias=True)
     layer = make_layer(m, VERSIONS, [e % 5 for e in range(12)])
@@ -80,7 +77,7 @@ def test_five_versions_share_one_geometry(share: int) -> None:
 
 
 @pytest.mark.parametrize("inner", [24, 35])
-def test_the_gate_is_applied_on_the_way_out(inner: int) -> None:
+def test_the_gate_is_applied_on_the_way_out(inner):
     """Halves that begin in the middle of a block of rows too."""
     m = Matrix("gate_up", 2 * inner, 70, bias=True)
     layer = make_layer(m, VERSIONS, [0, 1, 2, 3, 4])
@@ -91,9 +88,7 @@ def test_the_gate_is_applied_on_the_way_out(inner: int) -> None:
     assert relative(run(layer, m, VERSIONS, x, index, gated=True), want.numpy()) <= 1e-5
 
 
-def released_weights(
-    version: Version, rows: int, cols: int, seed: int, dtype: torch.dtype, tile: str = "MANY"
-) -> tuple[torch.Tensor, torch.Tensor]:
+def released_weights(version, rows, cols, seed, dtype, tile="MANY"):
     """What a unit matrix times the weights makes, and the reference's weights: both [rows, cols]."""
     m = Matrix("m", rows, cols)
     layer = make_layer(m, [version], [0], seed)
@@ -104,7 +99,7 @@ def released_weights(
 
 
 @pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
-def test_released_weights_are_the_references(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_released_weights_are_the_references(version, monkeypatch):
     """Bit for bit, with subnormal codes and scales among them; not on a GPU, where weights are BF16 numbers."""
     from moepack.runtime.kernels import affine_triton
 
@@ -118,7 +113,7 @@ def test_released_weights_are_the_references(version: Version, monkeypatch: pyte
 
 @pytest.mark.parametrize("version", WIDTHS + MIXED + SMALL[1:3], ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
 @pytest.mark.parametrize("pairs", [True, False])
-def test_many_tokens_of_every_width(version: Version, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_tokens_of_every_width(version, pairs, monkeypatch):
     """Both orders of columns; a gate whose halves begin in the middle of a block, blocks with a rest, several terms."""
     from moepack.runtime.kernels import affine_triton
 
@@ -138,13 +133,13 @@ def test_many_tokens_of_every_width(version: Version, pairs: bool, monkeypatch: 
 @pytest.mark.parametrize(
     "version", RELEASED + WIDTHS + MIXED + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
 )
-def test_few_tokens_weights_are_the_references(version: Version) -> None:
+def test_few_tokens_weights_are_the_references(version):
     """Bit for bit too: a code's ones and its zero point leave no rest."""
     got, want = released_weights(version, 33, 65, 0, torch.float32, "DECODE")
     assert torch.equal(got, want)
 
 
-def test_few_tokens_of_whole_tiles() -> None:
+def test_few_tokens_of_whole_tiles():
     """Rows and columns without a rest, for which nothing is masked: a gate, and several groups a warp at a time."""
     for version in (Version.of("bf16"), Version.of("w8", 128), Version.of("w2", 64), Version.of("mxfp4", 32)):
         m = Matrix("m", 64, 1024, bias=True)
@@ -162,14 +157,14 @@ def test_few_tokens_of_whole_tiles() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: Triton's interpreter multiplies float32 instead of BF16")
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp8", "fp8row"])
-def test_released_weights_are_exact_in_bf16(name: str) -> None:
+def test_released_weights_are_exact_in_bf16(name):
     got, want = released_weights(next(v for v in RELEASED if v.name == name), 33, 200, 0, torch.bfloat16)
     normal = want.abs() >= 2.0**-126  # below, BF16 has fewer bits
     assert torch.equal(got[normal], want[normal])
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_in_released_versions_is_run_by_it(monkeypatch):
     from gpu_stand_in import kernels
     from transformers.integrations.moe import _default_apply_gate
 
@@ -202,7 +197,7 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="kernels are compiled for this machine's GPU")
-def test_what_stands_in_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_in_for_products(monkeypatch):
     """In tests of what is around them: every encoding, both tiles, a gate."""
     install(monkeypatch)
     for version in (Version.of("bf16"), *WIDTHS, *MIXED, *RELEASED, *SMALL):
@@ -214,7 +209,7 @@ def test_what_stands_in_for_products(monkeypatch: pytest.MonkeyPatch) -> None:
         assert relative(run(layer, m, [version], x, index, True, "MANY")[real], gated) <= 1e-5, version.name
 
 
-def test_a_gate_of_ones_own_is_not_fused() -> None:
+def test_a_gate_of_ones_own_is_not_fused():
     """An experts module may have a gate that its class lacks, as behind the interface of other families."""
     from transformers.integrations.moe import _default_apply_gate
 
@@ -226,11 +221,11 @@ def test_a_gate_of_ones_own_is_not_fused() -> None:
     module = Experts()
     module.act_fn = torch.nn.SiLU()
     assert _fuses(module)
-    module._apply_gate = lambda h: h  # type: ignore[method-assign, assignment]
+    module._apply_gate = lambda h: h
     assert not _fuses(module)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     from moepack.runtime.kernels.affine_triton import DECODE, MANY, product
     from moepack.runtime.kernels.routing_triton import sort
 
@@ -245,9 +240,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize("stand_in", [False, True])
 @pytest.mark.parametrize(("gated", "versions"), [(False, VERSIONS), (True, MIXED)], ids=["plain", "gated"])
-def test_one_launch_for_all_versions_makes_the_same_bits(
-    gated: bool, versions: list[Version], stand_in: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_launch_for_all_versions_makes_the_same_bits(gated, versions, stand_in, monkeypatch):
     """Few tokens, sentinels and an absent expert: the switch's rows and sum against a launch for each version."""
     from moepack.runtime.kernels.affine_triton import DECODE, product
     from moepack.runtime.kernels.routing_triton import Routing, route, sort
@@ -279,15 +272,15 @@ def test_one_launch_for_all_versions_makes_the_same_bits(
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter tells the addresses")
 @pytest.mark.parametrize("name", ["w8", "w4", "mxfp8"])
-def test_few_tokens_read_codes_in_whole_lines(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_tokens_read_codes_in_whole_lines(name, monkeypatch):
     """For `w8`, which asked for halves of lines: over the bus, from pinned memory, each half is a request."""
     from triton.runtime import interpreter
 
     version = Version.of(name, 32 if name == "mxfp8" else 128)
     m = Matrix("m", 32, 1024)
-    layer, real, seen = make_layer(m, [version], [0], 1), interpreter.InterpreterBuilder.create_load, list[Any]()
+    layer, real, seen = make_layer(m, [version], [0], 1), interpreter.InterpreterBuilder.create_load, []
 
-    def load(self: Any, ptr: Any, *more: Any) -> Any:
+    def load(self, ptr, *more):
         seen.append(ptr.data)
         return real(self, ptr, *more)
 

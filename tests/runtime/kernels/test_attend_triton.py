@@ -1,7 +1,5 @@
 """Attention of one new token over a static cache, against torch's in float64."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -14,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the
 LEAST = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
 
-def tensors(sequences: int, heads: int, of: int, size: int, room: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def tensors(sequences, heads, of, size, room, dtype):
     generator = torch.Generator().manual_seed(room)
     shapes = [(sequences, heads * of, 1, size), *[(sequences, heads, room, size)] * 2]
     return [torch.randn(s, generator=generator).to(DEVICE, dtype) for s in shapes]
@@ -22,7 +20,7 @@ def tensors(sequences: int, heads: int, of: int, size: int, room: int, dtype: to
 
 @pytest.mark.parametrize("dtype", LEAST)
 @pytest.mark.parametrize(("sequences", "heads", "of", "size"), [(1, 4, 8, 128), (3, 2, 1, 32), (2, 1, 16, 64)])
-def test_it_is_attention(sequences: int, heads: int, of: int, size: int, dtype: torch.dtype) -> None:
+def test_it_is_attention(sequences, heads, of, size, dtype):
     """Lengths about the borders of steps and programs; beyond them, where NaN is, nothing is read."""
     for room, share, masked in itertools.product((70, 200), (0.01, 0.5, 0.92, 1, 1.05), (False, True)):
         length = max(1, round(room * share))
@@ -45,9 +43,7 @@ def test_it_is_attention(sequences: int, heads: int, of: int, size: int, dtype: 
 
 @pytest.mark.parametrize("dtype", LEAST)
 @pytest.mark.parametrize(("window", "sinks"), [(None, False), (50, True)])
-def test_rows_have_memory_of_their_own(
-    window: int | None, sinks: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_have_memory_of_their_own(window, sinks, dtype, monkeypatch):
     """Lengths about the borders of steps and windows; what is past a length is NaN, and stays so."""
     monkeypatch.setattr(attend_triton, "PROGRAMS", 32)  # the interpreter runs one after another
     heads, of, size, lengths = 2, 3, 32, (1, 50, 51, 64, 130)
@@ -55,7 +51,7 @@ def test_rows_have_memory_of_their_own(
     query = torch.randn(1, heads * of, n, size, generator=generator).to(DEVICE, dtype)
     new = [torch.randn(1, n, heads, size, generator=generator).to(DEVICE, dtype).transpose(1, 2) for _ in range(2)]
     logits = torch.randn(heads * of, generator=generator).to(DEVICE) if sinks else None
-    rows, held = torch.zeros(FIELDS, SEQUENCES.value, dtype=torch.int64), list[list[torch.Tensor]]()
+    rows, held = torch.zeros(FIELDS, SEQUENCES.value, dtype=torch.int64), []
     for at, length in enumerate(lengths):
         held.append([torch.randn(1, heads, length + 7, size, generator=generator).to(DEVICE, dtype) for _ in range(2)])
         for part in held[-1]:
@@ -78,7 +74,7 @@ def test_rows_have_memory_of_their_own(
         assert (got[0, at] - want).norm() <= LEAST[dtype] * want.norm(), length
 
 
-def test_what_rows_do_not_take() -> None:
+def test_what_rows_do_not_take():
     query, key, value = (torch.randn(1, h, 3, 64) for h in (8, 2, 2))
     assert takes_rows(query, key, value)
     for case in (
@@ -88,7 +84,7 @@ def test_what_rows_do_not_take() -> None:
         assert not takes_rows(*case)
 
 
-def test_what_it_does_not_take() -> None:
+def test_what_it_does_not_take():
     query, keys, values = tensors(2, 2, 4, 64, 70, torch.float32)
     mask = torch.zeros(2, 1, 1, 70, device=DEVICE)
     assert takes(query, keys, values, mask) and takes(query, keys, values, mask[:1])

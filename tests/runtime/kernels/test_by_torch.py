@@ -1,14 +1,9 @@
 """Products of many tokens by torch: against float64, in a bounded room, with and without instructions for BF16."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from expert_layers import native
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moepack.runtime.kernels import by_torch
@@ -18,7 +13,7 @@ SHAPES = [(1, 8, 1), (7, 33, 255), (130, 64, 256), (513, 40, 300), (1100, 96, 77
 
 
 @pytest.fixture(params=[False, True], ids=["instructions", "emulated"])
-def has(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def has(request, monkeypatch):
     """Whether torch says that the processor multiplies BF16."""
     found = not request.param
     monkeypatch.setattr("moepack.pack.isa.ONEDNN_BOUND", "")
@@ -26,7 +21,7 @@ def has(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
     return found
 
 
-def parts(tokens: int, cols: int, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def parts(tokens, cols, rows, dtype):
     generator = torch.Generator().manual_seed(tokens)
     shapes = ((tokens, cols), (rows, cols), (rows,))
     x, weight, bias = (torch.randn(s, generator=generator).to(dtype) for s in shapes)
@@ -36,9 +31,7 @@ def parts(tokens: int, cols: int, rows: int, dtype: torch.dtype) -> tuple[Tensor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("biased", [False, True])
-def test_products_are_rounded_as_they_should_be(
-    shape: tuple[int, int, int], dtype: torch.dtype, biased: bool, has: bool
-) -> None:
+def test_products_are_rounded_as_they_should_be(shape, dtype, biased, has):
     """Once from float32 sums, where they are widened; torch's own BF16 products round the bias apart."""
     x, weight, bias = parts(*shape, dtype)
     made = by_torch.linear(x, weight, bias if biased else None)
@@ -51,7 +44,7 @@ def test_products_are_rounded_as_they_should_be(
     assert bool(((made.double() - wanted).abs() <= exact).all())
 
 
-def test_leading_axes_and_no_tokens(has: bool) -> None:
+def test_leading_axes_and_no_tokens(has):
     """As torch's `linear`."""
     x, weight, bias = parts(12, 16, 20, torch.bfloat16)
     whole = by_torch.linear(x, weight, bias)
@@ -59,13 +52,13 @@ def test_leading_axes_and_no_tokens(has: bool) -> None:
     assert by_torch.linear(x[:0], weight, bias).shape == (0, 20)
 
 
-def test_weights_are_asked_for_in_parts(has: bool) -> None:
+def test_weights_are_asked_for_in_parts(has):
     """Every row once for so many tokens, never more than ROWS, in the dtype that is multiplied in."""
     tokens, rows = by_torch.TOKENS + 1, 2 * by_torch.ROWS + 5
     x, weight, _ = parts(tokens, 24, rows, torch.bfloat16)
-    asked: list[tuple[int, int, torch.dtype]] = []
+    asked = []
 
-    def some(first: int, last: int, dtype: torch.dtype) -> Tensor:
+    def some(first, last, dtype):
         asked.append((first, last, dtype))
         return by_torch.of_matrix(weight)(first, last, dtype)
 
@@ -78,7 +71,7 @@ def test_weights_are_asked_for_in_parts(has: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_room_beside_is_what_is_said(shape: tuple[int, int, int], has: bool) -> None:
+def test_the_room_beside_is_what_is_said(shape, has):
     """Never more; and as much, where rows and tokens fill it."""
     x, weight, bias = parts(*shape, torch.bfloat16)
     out = torch.empty(shape[0], shape[2], dtype=torch.bfloat16)
@@ -96,11 +89,11 @@ def test_the_room_beside_is_what_is_said(shape: tuple[int, int, int], has: bool)
 class Products(TorchDispatchMode):
     """Columns of what torch multiplies in BF16, but for attention's own products."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rows: set[int] = set()
+    def __init__(self):
+        super().__init__()
+        self.rows = set()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         if function._schema.name in {"aten::mm", "aten::addmm", "aten::linear"} and out.dtype == torch.bfloat16:
             self.rows.add(out.shape[-1])
@@ -109,9 +102,7 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("policy", ["static:bf16", "static:w3"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_of_a_served_models_linear_maps_the_routers_alone_are_emulated(
-    bundle: Path, has: bool, policy: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_a_served_models_linear_maps_the_routers_alone_are_emulated(bundle, has, policy, autocast, monkeypatch):
     """Of many tokens, by kernels without tiles."""
     import moepack
     from moepack.runtime.experts import backends
@@ -137,7 +128,7 @@ def test_of_a_served_models_linear_maps_the_routers_alone_are_emulated(
     model.moepack.close()
 
 
-def test_autocast_converts_nothing_back(has: bool) -> None:
+def test_autocast_converts_nothing_back(has):
     """Neither what was widened nor float32, whose bits stay."""
     for dtype in (torch.bfloat16, torch.float32):
         x, weight, bias = parts(300, 64, 300, dtype)

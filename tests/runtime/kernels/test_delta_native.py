@@ -1,14 +1,10 @@
 """The gated delta rule against float64, at sizes that divide nothing, with states that go from call to call."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
@@ -25,7 +21,7 @@ EPSILON = 1e-6
 
 
 @pytest.fixture(autouse=True)
-def best_level() -> object:
+def best_level():
     yield
     native.use_level()
 
@@ -33,7 +29,7 @@ def best_level() -> object:
 class Layer:
     """A layer with random weights, whose projections lie one after another in one tensor, or each in its own."""
 
-    def __init__(self, sizes: DeltaSizes, sigmoid: bool, own_decays: bool, joined: bool) -> None:
+    def __init__(self, sizes, sigmoid, own_decays, joined):
         self.sizes, self.sigmoid, self.own_decays, self.joined = sizes, sigmoid, own_decays, joined
         self.draw = torch.Generator().manual_seed(0)
         heads, k, v = sizes.state
@@ -50,19 +46,19 @@ class Layer:
             places, of = places[:5], replace(of, scale=None, bias=None)
         self.rule = DeltaRule(sizes, places, of)
 
-    def random(self, *shape: int) -> Tensor:
+    def random(self, *shape):
         return torch.randn(*shape, generator=self.draw).bfloat16()
 
-    def inputs(self, tokens: int) -> tuple[list[Tensor], Tensor | None]:
+    def inputs(self, tokens):
         parts = [self.random(tokens, cols) for cols in self.cols]
         heads, k, _ = self.sizes.state
         logs = -torch.rand(tokens, heads, k, generator=self.draw) if self.own_decays else None
         return parts, logs
 
-    def run(self, parts: list[Tensor], logs: Tensor | None, *given: Any) -> Tensor:
+    def run(self, parts, logs, *given):
         return self.rule.run([torch.cat(parts, 1)] if self.joined else parts, *given, logs=logs)
 
-    def wanted(self, parts: list[Tensor], logs: Tensor | None, window: Tensor, state: Tensor) -> Tensor:
+    def wanted(self, parts, logs, window, state):
         """One sequence in float64; `window` and `state` move on."""
         sizes = self.sizes
         heads, k_dim, v_dim = sizes.state
@@ -92,7 +88,7 @@ class Layer:
 @pytest.mark.parametrize("level", range(native.BEST + 1))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize(("own_decays", "joined"), [(False, True), (True, False)])
-def test_sequences_against_float64(sizes: DeltaSizes, own_decays: bool, joined: bool, level: int) -> None:
+def test_sequences_against_float64(sizes, own_decays, joined, level):
     """Three sequences in each of three calls, of one token, of a few, of a block and more, each from its own state."""
     native.use_level(level)
     layer = Layer(sizes, own_decays, own_decays, joined)
@@ -111,7 +107,7 @@ def test_sequences_against_float64(sizes: DeltaSizes, own_decays: bool, joined: 
         assert (states - right_states).norm() < 3e-6 * right_states.norm()
 
 
-def test_a_prompt_is_its_tokens_one_by_one() -> None:
+def test_a_prompt_is_its_tokens_one_by_one():
     """Over 1,500 tokens; and neither the number of threads nor other sequences of a call change a bit."""
     sizes = DeltaSizes(2, 2, 24, 40, 4)
     layer = Layer(sizes, False, False, True)
@@ -138,7 +134,7 @@ def test_a_prompt_is_its_tokens_one_by_one() -> None:
     assert torch.equal(twice[:9], twice[9:]) and torch.equal(twice[:9], whole[:9]) and torch.equal(states[0], states[1])
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     sizes = SIZES[1]
     layer = Layer(sizes, False, False, True)
     parts, _ = layer.inputs(4)

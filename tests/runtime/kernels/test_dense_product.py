@@ -1,7 +1,5 @@
 """One input times several matrices in one call: against float64, and the same bits as an expert's product makes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +15,12 @@ LEVELS = range(native.use_level() + 1)
 
 
 @pytest.fixture(autouse=True)
-def best_level() -> object:
+def best_level():
     yield
     native.use_level()
 
 
-def several(cols: int, seed: int = 0) -> tuple[beside.MatrixGroup, list[np.ndarray]]:
+def several(cols, seed=0):
     rows = (1, 17, 64, 100, 33, 300)
     made = [
         kernel_matrix(r, cols, name, seed + i, bias=bool(i % 2))
@@ -31,7 +29,7 @@ def several(cols: int, seed: int = 0) -> tuple[beside.MatrixGroup, list[np.ndarr
     return beside.MatrixGroup([m for m, _ in made]), [w for _, w in made]
 
 
-def expected(weights: list[np.ndarray], x: torch.Tensor) -> list[np.ndarray]:
+def expected(weights, x):
     with_one = np.concatenate([x.double().numpy(), np.ones((len(x), 1))], axis=1)
     return [with_one @ w.T for w in weights]
 
@@ -39,7 +37,7 @@ def expected(weights: list[np.ndarray], x: torch.Tensor) -> list[np.ndarray]:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("cols", [2048, 130, 33, 1])
-def test_against_float64(level: int, dtype: torch.dtype, cols: int) -> None:
+def test_against_float64(level, dtype, cols):
     """Few tokens, and so many that they run in tiles, or through torch where there are none."""
     assert native.use_level(level) == level
     of, weights = several(cols)
@@ -53,7 +51,7 @@ def test_against_float64(level: int, dtype: torch.dtype, cols: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_an_experts_product_makes_the_same(dtype: torch.dtype) -> None:
+def test_an_experts_product_makes_the_same(dtype):
     """Straight from packed bytes and in tiles: whatever matrices share the call, and on however many threads."""
     cols = 200
     of, _ = several(cols)
@@ -75,12 +73,12 @@ def test_an_experts_product_makes_the_same(dtype: torch.dtype) -> None:
             assert torch.equal(got, out)
 
 
-def test_limits_are_each_matrixs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_each_matrixs(monkeypatch):
     """At six tokens BF16 rows run in tiles or through torch and w8 from its bytes; other limits give other bits."""
     (plain, _), (packed, _) = kernel_matrix(40, 256, "bf16", 0), kernel_matrix(40, 256, "w8", 1)
     x = activations(6, 256, torch.bfloat16)
 
-    def outs(limits: list[int] | None) -> tuple[torch.Tensor, ...]:
+    def outs(limits):
         given = None if limits is None else {torch.bfloat16: limits}
         return tuple(o.view(torch.int16) for o in beside.dense(beside.MatrixGroup([plain, packed], given), x))
 
@@ -91,7 +89,7 @@ def test_limits_are_each_matrixs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not torch.equal(few[1], many[1])
 
 
-def test_leading_dimensions_and_no_tokens() -> None:
+def test_leading_dimensions_and_no_tokens():
     of, _ = several(64)
     x = activations(6, 64, torch.bfloat16)
     flat = beside.dense(of, x)
@@ -107,7 +105,7 @@ def test_leading_dimensions_and_no_tokens() -> None:
     assert all(torch.equal(a, b) for a, b in zip(beside.dense(of, strided), flat, strict=True))
 
 
-def test_what_is_kept_is_within_its_bound() -> None:
+def test_what_is_kept_is_within_its_bound():
     of, _ = several(1000)
     for tokens in (1, 20, 600):
         for dtype in TOLERANCE:
@@ -118,7 +116,7 @@ def test_what_is_kept_is_within_its_bound() -> None:
                 assert native.holds() <= most, (tokens, dtype, threads)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     (m, _), (other, _) = kernel_matrix(20, 64, "w4", 0), kernel_matrix(20, 32, "w4", 0)
     for bad in ([], [m, other], [replace(m, data=m.data[None])]):
         with pytest.raises(ValueError, match=r"matrices|does not fit"):

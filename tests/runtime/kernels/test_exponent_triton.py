@@ -1,7 +1,5 @@
 """The GPU decoder against the reference: on the device where there is one, through Triton's interpreter elsewhere."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from moepack.pack.codec.exponent import HEADER, LANE_WORDS, TILE
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
 
 
-def jobs_of(streams: list[tuple[int, np.ndarray]]) -> list:
+def jobs_of(streams):
     from moepack.runtime.kernels.exponent_triton import DecodeJob
 
     made = []
@@ -27,7 +25,7 @@ def jobs_of(streams: list[tuple[int, np.ndarray]]) -> list:
     return made
 
 
-def test_many_matrices_in_one_launch() -> None:
+def test_many_matrices_in_one_launch():
     """Sizes that divide nothing beside whole tiles, raw tiles beside coded ones, patches, an empty matrix."""
     from moepack.runtime.kernels.exponent_triton import decode
 
@@ -42,7 +40,7 @@ def test_many_matrices_in_one_launch() -> None:
         assert (guarded[:4] == 7).all() and (guarded[4 + b.size :] == 7).all()
 
 
-def test_damage_is_reported_and_stays_inside() -> None:
+def test_damage_is_reported_and_stays_inside():
     """Code words that are not the encoder's: the lane lengths no longer fit."""
     from moepack.runtime.kernels.exponent_triton import decode
 
@@ -55,7 +53,7 @@ def test_damage_is_reported_and_stays_inside() -> None:
     assert (guarded[:4] == 7).all() and (guarded[4 + TILE :] == 7).all()
 
 
-def test_buffers_that_do_not_fit_are_refused() -> None:
+def test_buffers_that_do_not_fit_are_refused():
     from moepack.runtime.kernels.exponent_triton import DecodeJob, decode
 
     coded = exponent_fast.encode(draw("gaussian", 256, 1))
@@ -75,7 +73,7 @@ class Layer:
     SIZES = (2 * TILE + 5, 300)
     ROWS = (3, 260)
 
-    def __init__(self, experts: int, on_host: set[int]) -> None:
+    def __init__(self, experts, on_host):
         from moepack.runtime.kernels.exponent_triton import CodedLayer, places_of
 
         self.bits = [[draw(KINDS[(e + m) % 3], n, 7 * e + m) for m, n in enumerate(self.SIZES)] for e in range(experts)]
@@ -112,7 +110,7 @@ class Layer:
         words = [x.data_ptr() + (e in on_host) for e, x in enumerate(self.extents)]
         self.coded = torch.tensor(words).to(DEVICE)
 
-    def decoded(self, expert: int) -> bool:
+    def decoded(self, expert):
         """Whether an expert's slot has all its numbers; if not, check that nothing was written there."""
         slot = self.of.slots[expert].cpu().numpy()
         if (slot == 7).all():
@@ -124,7 +122,7 @@ class Layer:
         return True
 
 
-def test_experts_that_slots_name_are_decoded_where_they_belong() -> None:
+def test_experts_that_slots_name_are_decoded_where_they_belong():
     """From host memory by way of the stage, or from the device; blocks without slots and resident experts are left."""
     from moepack.runtime.kernels.exponent_triton import decode_chosen
 
@@ -142,7 +140,7 @@ def test_experts_that_slots_name_are_decoded_where_they_belong() -> None:
     assert not brought[1, int(layer.of.sizes[1]) :].any() and layer.of.status.tolist() == [0]
 
 
-def test_a_damaged_expert_is_named() -> None:
+def test_a_damaged_expert_is_named():
     from moepack.runtime.kernels.exponent_triton import decode_chosen
 
     layer = Layer(3, set())

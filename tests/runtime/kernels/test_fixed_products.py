@@ -1,11 +1,9 @@
 """Products of BF16 activations in integers: the same bits on every instruction set, within the bound they state."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
-from expert_layers import RELEASED, SMALL, Layer, activations, make_layer, native, product
+from expert_layers import RELEASED, SMALL, activations, make_layer, native, product
 
 from moepack.pack.spec import Matrix, Version
 
@@ -14,16 +12,16 @@ SHAPES = [(96, 2048), (33, 100), (65, 33), (17, 257), (1, 1), (16, 14336)]
 
 
 @pytest.fixture(autouse=True)
-def best_level() -> object:
+def best_level():
     yield
     native.use_level()
 
 
-def run(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+def run(layer, x):
     return product(layer, x, torch.zeros(len(x), 1, dtype=torch.int64), threads=1)
 
 
-def hard(n: int, cols: int) -> torch.Tensor:
+def hard(n, cols):
     """Columns of very different sizes: outliers, zeros, denormal numbers, blocks of those, 255/256 of a power."""
     x = activations(n, cols, torch.float32) * torch.logspace(-6, 3, cols).flip(0)[torch.randperm(cols)]
     x[:, ::7] = 0
@@ -39,7 +37,7 @@ WHOLE += [*(v for v in RELEASED if v.bits == 4 or v.zero == "stored"), *SMALL]  
 
 
 @pytest.mark.parametrize("version", WHOLE, ids=lambda v: f"{v.name}-{v.group_size}")
-def test_every_level_makes_the_same_bits(version: Version) -> None:
+def test_every_level_makes_the_same_bits(version):
     """One token, and as many as take all tile sizes."""
     for k, (rows, cols) in enumerate(SHAPES):
         layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [version], [0], seed=k)
@@ -52,7 +50,7 @@ def test_every_level_makes_the_same_bits(version: Version) -> None:
             assert all(torch.equal(o, outs[0]) for o in outs), (rows, cols, [native.LEVELS[i] for i in LEVELS])
 
 
-def test_tokens_that_several_experts_share_are_prepared_for_all_of_them() -> None:
+def test_tokens_that_several_experts_share_are_prepared_for_all_of_them():
     """Of one token's experts one has few slots and another many, in versions whose integers lie in other orders."""
     versions = [Version.of(name, 64) for name in ("w4", "w2", "w3", "w8")]
     layer = make_layer(Matrix("m", 80, 200), versions, [0, 1, 2, 3, 0, 1], seed=3)
@@ -67,7 +65,7 @@ def test_tokens_that_several_experts_share_are_prepared_for_all_of_them() -> Non
     assert torch.equal(outs[0], torch.cat(alone))
 
 
-def bound(layer: Layer, x: torch.Tensor, group_size: int) -> np.ndarray:
+def bound(layer, x, group_size):
     """What affine_fixed.h allows: 1/32640 of the greatest of 128 columns for each; and rounding to float32."""
     weight, values = np.abs(layer.weights[0]), x.double().numpy()
     blocks = np.arange(weight.shape[1]) // 128
@@ -79,7 +77,7 @@ def bound(layer: Layer, x: torch.Tensor, group_size: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
-def test_errors_stay_within_the_bound(bits: int) -> None:
+def test_errors_stay_within_the_bound(bits):
     for k, (rows, cols) in enumerate(SHAPES):
         layer = make_layer(Matrix("m", rows, cols), [Version.of(f"w{bits}", 64)], [0], seed=k)
         for x in (activations(5, cols, torch.bfloat16), hard(6, cols)):
@@ -87,7 +85,7 @@ def test_errors_stay_within_the_bound(bits: int) -> None:
             assert (error <= bound(layer, x, 64)).all(), (rows, cols, (error / bound(layer, x, 64)).max())
 
 
-def test_activations_of_nearly_one_size_are_exact() -> None:
+def test_activations_of_nearly_one_size_are_exact():
     """None below 2^-7 of the greatest: what is left are the sums' roundings. Then a smaller one that is not exact."""
     generator = torch.Generator().manual_seed(0)
     size = torch.rand(4, 512, generator=generator) * 1.9 + 0.02
@@ -104,7 +102,7 @@ def test_activations_of_nearly_one_size_are_exact() -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_no_number_does_not_become_one(level: int, value: float) -> None:
+def test_what_is_no_number_does_not_become_one(level, value):
     """Of integers nothing would tell: results of that activation are NaN, the others are what they were."""
     native.use_level(level)
     layer = make_layer(Matrix("m", 40, 300), [Version.of("w4", 64)], [0])

@@ -1,7 +1,5 @@
 """MOEPACK_ISA bounds the compiled loops' instruction sets, in this process and in those it starts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expert_layers import native
@@ -10,7 +8,7 @@ from moepack.pack import isa
 from moepack.pack.errors import InputError
 
 
-def test_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound(monkeypatch):
     monkeypatch.delenv(isa.VARIABLE, raising=False)
     assert [isa.bound(best) for best in range(6)] == [0, 1, 2, 3, 4, 5]
     monkeypatch.setenv(isa.VARIABLE, "avx2")
@@ -22,7 +20,7 @@ def test_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
         isa.bound(2)
 
 
-def test_levels_are_named_lowest_first() -> None:
+def test_levels_are_named_lowest_first():
     assert native.levels() == isa.LEVELS[: len(native.levels())] and native.levels()[0] == "plain"
     assert native.LEVELS[native.level] in native.levels()
     try:
@@ -35,15 +33,13 @@ def test_levels_are_named_lowest_first() -> None:
 
 
 @pytest.mark.parametrize(("capability", "has"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
-def test_a_gpu_before_ampere_multiplies_in_float32(
-    capability: tuple[int, int], has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_before_ampere_multiplies_in_float32(capability, has, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert isa.has_bf16(torch.device("cuda", 1)) == has
 
 
 @pytest.mark.parametrize(("bound", "has"), [("AVX2", False), ("AVX512_CORE_VNNI", False), ("AVX512_CORE_AMX", True)])
-def test_onednns_bound_leaves_torch_without_bf16(bound: str, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednns_bound_leaves_torch_without_bf16(bound, has, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(isa, "ONEDNN_BOUND", bound)
     assert isa.has_bf16(torch.device("cpu")) == has

@@ -1,8 +1,5 @@
 """Torch's weights against pack's, bit for bit; released encodings: products of several in one call."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -21,13 +18,13 @@ SHAPES = [(96, 2048), (1, 1), (17, 31), (33, 100), (65, 33), (130, 257)]
 
 
 @pytest.fixture(autouse=True)
-def best_level() -> Iterator[None]:
+def best_level():
     yield
     native.use_level()
 
 
 @pytest.mark.parametrize("version", RELEASED + SMALL + AFFINE, ids=lambda v: f"{v.name}-{v.group_size}")
-def test_torchs_weights_are_packs(version: Version) -> None:
+def test_torchs_weights_are_packs(version):
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=bool(k % 2))
         layer = make_layer(m, [version], [0], seed=k)
@@ -39,7 +36,7 @@ def test_torchs_weights_are_packs(version: Version) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-38, 1e-30, 1.0, 1e30])
-def test_fp8_activations_of_any_size(size: float) -> None:
+def test_fp8_activations_of_any_size(size):
     """They are scaled up before the codes multiply, whose bits count from 2^-120: sums are as precise at any size.
 
     AVX-512 BF16 takes activations below 2^-126 for zeros.
@@ -54,7 +51,7 @@ def test_fp8_activations_of_any_size(size: float) -> None:
             assert relative(product(layer, x, index), expected(layer, x, index)) <= 1e-5, (level, dtype)
 
 
-def test_flushed_denormals_drop_no_codes() -> None:
+def test_flushed_denormals_drop_no_codes():
     """torch.set_flush_denormal changes no bit of a product of subnormal codes, and is still set after it."""
     x, index = activations(2, 300, torch.float32), torch.zeros(2, 1, dtype=torch.int64)
     for version in (v for v in RELEASED if v.name in ("fp8", "fp8row", "mxfp8", "nvfp4")):
@@ -74,7 +71,7 @@ def test_flushed_denormals_drop_no_codes() -> None:
                 assert bool(want.any()) and torch.equal(got, want), (version.name, level, dtype)
 
 
-def test_activations_that_are_not_finite_make_no_numbers() -> None:
+def test_activations_that_are_not_finite_make_no_numbers():
     for number, version in enumerate(ONE_EACH):
         layer = make_layer(Matrix("m", 40, 300), ONE_EACH, [number])
         x = activations(3, 300, torch.bfloat16)
@@ -84,7 +81,7 @@ def test_activations_that_are_not_finite_make_no_numbers() -> None:
 
 
 @pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
-def test_nothing_is_read_past_an_extent(version: Version) -> None:
+def test_nothing_is_read_past_an_extent(version):
     """Memory ends where the last section does, to a line of cache."""
     m = Matrix("m", 2048, 1024)
     layer = make_layer(m, [version], [0])

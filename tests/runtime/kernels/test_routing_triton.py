@@ -1,7 +1,5 @@
 """One launch of routing against plain torch and against the sort, the counts and the blocks of many tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch_products
@@ -15,7 +13,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.0**-7}
 
 
-def forms() -> dict[str, tuple[int, object]]:
+def forms():
     """Each form that families use, with a number of experts: powers of two and others."""
     from moepack.runtime.kernels.routing_triton import Routing
 
@@ -34,7 +32,7 @@ def forms() -> dict[str, tuple[int, object]]:
     }
 
 
-def inputs(experts: int, tokens: int, biased: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def inputs(experts, tokens, biased, dtype):
     generator = torch.Generator().manual_seed(experts + tokens)
     bias = torch.randn(experts, generator=generator) * 0.1 if biased else None
     return (torch.randn(tokens, experts, generator=generator) * 2).to(dtype), bias
@@ -42,7 +40,7 @@ def inputs(experts: int, tokens: int, biased: bool, dtype: torch.dtype) -> tuple
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", forms())
-def test_every_form(name: str, dtype: torch.dtype) -> None:
+def test_every_form(name, dtype):
     """Experts bit for bit, in order, with BF16 logits among which many are equal; then counts, gate sums and blocks."""
     from moepack.runtime.kernels.routing_triton import Tally, reference, route
 
@@ -70,7 +68,7 @@ def test_every_form(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "gpt-oss"])
-def test_many_tokens(name: str) -> None:
+def test_many_tokens(name):
     from moepack.runtime.kernels.routing_triton import choose, reference
 
     experts, form = forms()[name]
@@ -81,7 +79,7 @@ def test_many_tokens(name: str) -> None:
     torch.testing.assert_close(gates.cpu(), want[1], rtol=1e-6, atol=1e-30)
 
 
-def check_blocks(made: object, absent_from: int) -> None:
+def check_blocks(made, absent_from):
     """Each slot of an expert that is there is in one block of that expert."""
     index, geometry, seen = made.index.reshape(-1).tolist(), made.geometry, []
     for expert, first, count in zip(
@@ -94,7 +92,7 @@ def check_blocks(made: object, absent_from: int) -> None:
     assert sorted(seen) == live and made.live.nonzero().flatten().tolist() == live
 
 
-def test_the_families_routers_are_forms() -> None:
+def test_the_families_routers_are_forms():
     """The reference is what transformers' routers compute."""
     from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
     from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
@@ -128,7 +126,7 @@ def test_the_families_routers_are_forms() -> None:
         torch.testing.assert_close(gates.gather(1, order), weights.gather(1, got.argsort(-1)), rtol=1e-5, atol=1e-7)
 
 
-def test_what_families_chose_themselves() -> None:
+def test_what_families_chose_themselves():
     """Sentinels, absent experts, an expert that one token chose often: each slot once, in blocks that it fits."""
     from moepack.runtime.kernels.routing_triton import Routing, Tally, route
 
@@ -155,7 +153,7 @@ def test_what_families_chose_themselves() -> None:
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are not interpreted")
 @pytest.mark.parametrize("width", [8, 16])
-def test_a_stand_in_makes_the_same_blocks(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stand_in_makes_the_same_blocks(width, monkeypatch):
     """That of torch_products.py, for tests of what is around: the kernel's blocks and counters, with padding, too."""
     from moepack.runtime.kernels.routing_triton import Routing, Tally, route
 
@@ -176,7 +174,7 @@ def test_a_stand_in_makes_the_same_blocks(width: int, monkeypatch: pytest.Monkey
     torch.testing.assert_close(found[0][-1], found[1][-1], rtol=1e-14, atol=0)
 
 
-def test_numbers_that_are_none_choose_experts_that_there_are() -> None:
+def test_numbers_that_are_none_choose_experts_that_there_are():
     from moepack.runtime.kernels.routing_triton import Routing, route
 
     logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(0))
@@ -189,7 +187,7 @@ def test_numbers_that_are_none_choose_experts_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("tokens", [0, 17])
-def test_other_shapes_are_refused(tokens: int) -> None:
+def test_other_shapes_are_refused(tokens):
     from moepack.runtime.kernels.routing_triton import Routing, route
 
     table = torch.ones(8, dtype=torch.int64, device=DEVICE)

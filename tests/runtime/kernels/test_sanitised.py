@@ -4,8 +4,6 @@ The sources and the macros are those that an installation compiles. A bad access
 result ends the child process, whose last lines name the place in the C source.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -39,7 +37,7 @@ for level in range(exponent_native.BEST + 1):
 """
 
 
-def runtimes() -> list[str]:
+def runtimes():
     """The sanitisers' libraries that have to be loaded before all others; none where gcc does not bring them."""
     if COMPILER is None:
         return []
@@ -51,7 +49,7 @@ def runtimes() -> list[str]:
 
 @pytest.mark.timeout(1800)  # seconds, nearly all of them gcc's
 @pytest.mark.skipif(not runtimes(), reason="gcc and its sanitisers are not here")
-def test_the_libraries_do_nothing_undefined(tmp_path: Path) -> None:
+def test_the_libraries_do_nothing_undefined(tmp_path):
     """The faults: reads past an extent or an activation, shifts and sums without a defined result."""
     for extension in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]:
         library = tmp_path / f"{extension['name'].rpartition('.')[2]}.so"

@@ -1,7 +1,5 @@
 """A decoding token's steps in one call: the same bits as the separate calls, at every level and number of threads."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np
@@ -20,12 +18,12 @@ HEAD, HEADS, COLS = 32, (4, 2, 2), 96
 
 
 @pytest.fixture(autouse=True)
-def best_level() -> object:
+def best_level():
     yield
     native.use_level()
 
 
-def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x, cos, sin):
     """transformers' rotation of the first numbers of a head; x is [batch, heads, tokens, head]."""
     turned = cos.shape[-1]
     part, rest = x[..., :turned], x[..., turned:]
@@ -37,7 +35,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize(("turned", "shared"), [(0, False), (10, False), (HEAD, False), (HEAD, True)])
 @pytest.mark.parametrize("norms", ["none", "heads", "rows"])
-def test_projection(level: int, turned: int, shared: bool, norms: str) -> None:
+def test_projection(level, turned, shared, norms):
     native.use_level(level)
     torch.manual_seed(turned)
     made = [
@@ -67,7 +65,7 @@ def test_projection(level: int, turned: int, shared: bool, norms: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
-def test_what_a_projection_refuses() -> None:
+def test_what_a_projection_refuses():
     made = [kernel_matrix(n * HEAD, COLS, "w4", i)[0] for i, n in enumerate(HEADS)]
     of, none = beside.MatrixGroup(made), (None, None)
     for wrong in (lambda: Projection(of, 48, none), lambda: Projection(beside.MatrixGroup(made[:2]), HEAD, none),
@@ -83,7 +81,7 @@ def test_what_a_projection_refuses() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_silu_gate_is_torchs(level: int) -> None:
+def test_silu_gate_is_torchs(level):
     native.use_level(level)
     x = (torch.randn(64, 2 * 77) * torch.logspace(-3, 2, 64)[:, None]).bfloat16()
     gate, up = x.chunk(2, -1)
@@ -99,7 +97,7 @@ def test_silu_gate_is_torchs(level: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("gates", [torch.float32, torch.bfloat16])
-def test_gated_experts(level: int, gates: torch.dtype) -> None:
+def test_gated_experts(level, gates):
     """The bits of two products with a gate between them, and of their sum."""
     native.use_level(level)
     torch.manual_seed(level)

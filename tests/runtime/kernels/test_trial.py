@@ -1,12 +1,7 @@
 """The kernels' trial: it finds a planted fault in any form, and what fails it is not used."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
-from collections.abc import Callable, Container, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,10 +21,9 @@ from moepack.runtime.kernels.forms import compiled_names, make_forms
 
 BEST = native.BEST
 CACHES = backends.library, backends._direct_limits, exponent_fast.engine
-Plant = Callable[..., list[int]]
 
 
-def starts_again() -> None:
+def starts_again():
     """Forget what this process has tried, as a new one of the same user."""
     trials._best.clear()
     trials.faults.clear()
@@ -39,7 +33,7 @@ def starts_again() -> None:
 
 
 @pytest.fixture(autouse=True)
-def untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def untried(tmp_path, monkeypatch):
     """A process that has tried nothing, of a user who has no findings."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(backends.VARIABLE, "fixed")
@@ -54,14 +48,14 @@ def untried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
+def plant(monkeypatch):
     """Let products of BF16 differ in one number for one form at some levels; return a list of all products' levels."""
-    real, called = native.library.moepack_affine_product, list[int]()
+    real, called = native.library.moepack_affine_product, []
 
-    def put(bits: int, group: int, levels: Container[int] = range(BEST + 1), last: bool = False) -> list[int]:
-        def product(argument: Any) -> int:
+    def put(bits, group, levels=range(BEST + 1), last=False):
+        def product(argument):
             called.append(native.level)
-            gemm: native.Gemm = argument._obj
+            gemm = argument._obj
             failed = int(real(argument))
             form = (ctypes.c_int64 * 2).from_address(gemm.forms)
             if tuple(form) == (bits, group) and native.level in levels and gemm.x_bf16:
@@ -75,7 +69,7 @@ def plant(monkeypatch: pytest.MonkeyPatch) -> Plant:
     return put
 
 
-def test_every_form_has_a_trial() -> None:
+def test_every_form_has_a_trial():
     """The fault: a new encoding, group size or size of scales, whose form no trial looks at."""
     tried = {make_forms((trial.MATRIX,), v)[0].row()[:2] for v in trial._versions()}
     for name in compiled_names():
@@ -89,7 +83,7 @@ def test_every_form_has_a_trial() -> None:
 
 
 @pytest.mark.parametrize("level", sorted({0, BEST}))
-def test_the_kernels_stand_it(level: int) -> None:
+def test_the_kernels_stand_it(level):
     native.use_level(level)
     assert trial.trial() == ""
 
@@ -97,7 +91,7 @@ def test_the_kernels_stand_it(level: int) -> None:
 @pytest.mark.parametrize(
     ("bits", "group", "last", "forms"), [(4, 64, False, 2), (16, 0, True, 1), (36, 32, False, 2), (21, 0, True, 1)]
 )
-def test_a_wrong_form_is_named(bits: int, group: int, last: bool, forms: int, plant: Plant) -> None:
+def test_a_wrong_form_is_named(bits, group, last, forms, plant):
     """The fault: one number of one form, for one token or for the last of several. Integers may be symmetric too."""
     plant(bits, group, last=last)
     wrong = trial.trial()
@@ -111,13 +105,13 @@ def test_a_wrong_form_is_named(bits: int, group: int, last: bool, forms: int, pl
      ("moepack_affine_heads", "heads' products, lifted"), ("moepack_rotate", "rotation"),
      ("moepack_affine_combine", "weighted sums")],
 )  # fmt: skip
-def test_a_function_that_does_nothing_is_found(function: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_that_does_nothing_is_found(function, says, monkeypatch):
     """The fault: what the trial calls and does not look at."""
     monkeypatch.setattr(native.library, function, lambda *args: 0)
     assert says in trial.trial()
 
 
-def test_a_wrong_level_is_not_used(small: Path, plant: Plant, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_wrong_level_is_not_used(small, plant, monkeypatch, caplog):
     """The fault: wrong logits where a compiler, or a processor, is wrong. The next start knows without a trial."""
     with monkeypatch.context() as without:
         without.setattr(backends, "library", lambda: None)
@@ -140,7 +134,7 @@ def test_a_wrong_level_is_not_used(small: Path, plant: Plant, monkeypatch: pytes
 
 
 @pytest.mark.skipif(BEST == 0, reason="this processor has one level")
-def test_a_lower_level_is_used_and_doctor_says_so(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lower_level_is_used_and_doctor_says_so(plant, monkeypatch):
     """The fault: a processor whose best instructions are wrong runs on torch, or on them."""
     plant(2, 128, levels={BEST})
     monkeypatch.setattr(reports, "disk_rates", lambda directory: {})
@@ -153,11 +147,11 @@ def test_a_lower_level_is_used_and_doctor_says_so(plant: Plant, monkeypatch: pyt
     assert said.endswith("it is not used: install moepack again with another C compiler, for example CC=clang")
 
 
-def test_wrong_loops_of_the_codec_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_loops_of_the_codec_are_not_used(monkeypatch):
     """The fault: bytes of a bundle, or weights, that compiled loops get wrong. NumPy makes them."""
     decode = exponent_native._library.moepack_exponent_decode
 
-    def wrong(*args: Any) -> int:
+    def wrong(*args):
         failed = int(decode(*args))
         ctypes.c_uint8.from_address(args[7]).value ^= 1
         return failed
@@ -171,7 +165,7 @@ def test_wrong_loops_of_the_codec_are_not_used(monkeypatch: pytest.MonkeyPatch) 
     assert np.array_equal(exponent_fast.decode(exponent_fast.encode(bits), len(bits)), bits)
 
 
-def test_the_codecs_loops_stand_it() -> None:
+def test_the_codecs_loops_stand_it():
     """The fault: a trial that refuses good loops, so that NumPy codes at a hundredth of the rate."""
     for level in range(exponent_native.BEST + 1):
         exponent_native.use_level(level)

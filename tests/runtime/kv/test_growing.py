@@ -1,11 +1,8 @@
 """Caches that append in place: the values of transformers' own, whatever else happens to them, and their bytes."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -26,12 +23,12 @@ OPS = st.lists(
 )
 
 
-def states(number: int, tokens: int) -> tuple[Tensor, Tensor]:
+def states(number, tokens):
     made = torch.randn(2, 2, HEADS, tokens, COLS, generator=torch.Generator().manual_seed(number)).bfloat16()
     return made[0], made[1]
 
 
-def filled(tokens: int, layers: int = 1) -> Any:
+def filled(tokens, layers=1):
     cache = DynamicCache()
     for layer in range(layers):
         cache.update(*states(layer, tokens), layer)
@@ -40,7 +37,7 @@ def filled(tokens: int, layers: int = 1) -> Any:
 
 @given(ops=OPS, first=st.integers(1, 2 * SPARE))
 @settings(max_examples=150)
-def test_it_holds_what_transformers_holds(ops: list[str], first: int) -> None:
+def test_it_holds_what_transformers_holds(ops, first):
     """Two caches of each kind, which copies share: whatever one of them appends, the other keeps its own."""
     plain, ours = [filled(first)] * 2, [filled(first)] * 2
     inference = False
@@ -71,7 +68,7 @@ def test_it_holds_what_transformers_holds(ops: list[str], first: int) -> None:
                 assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values), op
 
 
-def test_its_bytes_are_foreseen_and_within_the_workload() -> None:
+def test_its_bytes_are_foreseen_and_within_the_workload():
     cache = filled(20, layers=20)
     grow_in_place(cache, 50)
     moved = []
@@ -89,7 +86,7 @@ def test_its_bytes_are_foreseen_and_within_the_workload() -> None:
     assert max(moved[1:29]) <= 2
 
 
-def test_replaced_tensors_free_their_room() -> None:
+def test_replaced_tensors_free_their_room():
     """Beam search, a longer pass or a reset leave no memory behind: the budget has counted what is held alone."""
     for replace in ("reorder_cache", "update", "batch_select_indices", "reset"):
         cache = filled(20)
@@ -105,7 +102,7 @@ def test_replaced_tensors_free_their_room() -> None:
         assert cache_bytes(cache) == {"update": 25, "reset": 0}.get(replace, 21) * TOKEN * 2, replace
 
 
-def test_layers_of_other_kinds_beside() -> None:
+def test_layers_of_other_kinds_beside():
     """A cache with a sliding window: the layers that append in place say what they take ahead."""
     config = Gemma3TextConfig(num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"])
     cache = DynamicCache(config=config)
@@ -119,7 +116,7 @@ def test_layers_of_other_kinds_beside() -> None:
     assert cache_bytes(cache) == before + added + token  # the sliding layer's token is as large
 
 
-def test_copies_append_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_append_in_threads(monkeypatch):
     """Two copies share a room with one place. Each thread stops before it writes, so both have looked for place."""
     cache = filled(3)
     grow_in_place(cache, 0)
@@ -127,7 +124,7 @@ def test_copies_append_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     other = copy.copy(cache.layers[0])
     both, narrow = threading.Barrier(2), Tensor.narrow
 
-    def late(self: Tensor, *where: Any) -> Tensor:
+    def late(self, *where):
         if threading.current_thread() is not threading.main_thread() and where[-1] == 1:
             both.wait(PATIENCE)
         return narrow(self, *where)
@@ -140,7 +137,7 @@ def test_copies_append_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(keys[..., -1:, :], key) and torch.equal(values[..., -1:, :], value)
 
 
-def test_what_does_not_fit_is_transformers_own() -> None:
+def test_what_does_not_fit_is_transformers_own():
     """Another batch is refused, as in a `DynamicLayer`, and a wider dtype makes all wide."""
     cache = filled(3)
     grow_in_place(cache, 0)
@@ -151,7 +148,7 @@ def test_what_does_not_fit_is_transformers_own() -> None:
     assert cache.layers[0].keys.dtype == torch.float32 and cache.layers[0].keys.shape[-2] == 5
 
 
-def test_what_it_leaves_alone() -> None:
+def test_what_it_leaves_alone():
     empty, sliding = DynamicCache(), filled(3)
     grow_in_place(empty, 0)
     grow_in_place(None, 0)

@@ -1,18 +1,13 @@
 """Pages that stay where they are, on a GPU that is not there: decoded by launches, without the host."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from gpu_stand_in import StandIn, kernels
+from gpu_stand_in import kernels
 from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
 from support import PATIENCE, spy
 
@@ -30,11 +25,11 @@ from moepack.runtime.store.files import Stored
 
 PINNED = "paged:lo=pinned,rate=0,interval=0.02"
 ROOM = 200_000  # for some of the 24 experts, packed
-ALL: dict[str, Any] = {"prefill_tokens": 32}
+ALL = {"prefill_tokens": 32}
 
 
 @pytest.fixture(scope="module")
-def want(small: Path) -> Any:
+def want(small):
     """What resident uncompressed weights make of some tokens, by the same kernels."""
     with pytest.MonkeyPatch.context() as patch:
         kernels(patch)
@@ -43,7 +38,7 @@ def want(small: Path) -> Any:
 
 
 @pytest.mark.parametrize("options", ["", ",resident=0.3", ",alpha=0.1"])
-def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, options: str) -> None:
+def test_the_same_bits_as_all_resident(small, want, gpu, options):
     """Tokens and prompts; experts in host memory, packed on the device, resident there."""
     model = load(small, PINNED + options, room=ROOM, **ALL)
     live = model.moepack.manager
@@ -58,9 +53,7 @@ def test_the_same_bits_as_all_resident(small: Path, want: Any, gpu: StandIn, opt
     assert [m.pinned for m in live.device._memories if hasattr(m, "pinned")] == [live.plan.on_host(Where.PACKED_PINNED)]
 
 
-def test_a_cache_takes_their_device_memory_and_gives_it_back(
-    small: Path, want: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_takes_their_device_memory_and_gives_it_back(small, want, gpu, monkeypatch):
     """Packed experts leave at once, since all stay in host memory, and come back from there: files are not read."""
     monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs is kept
     model = load(small, PINNED, room=ROOM, **ALL)
@@ -79,10 +72,10 @@ def test_a_cache_takes_their_device_memory_and_gives_it_back(
     assert live.device.moved > moved
 
 
-def test_steps_take_turns(small: Path, want: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_take_turns(small, want, gpu, monkeypatch):
     """They share the slots: none begins before another has ended, and each one's stream waits for the one before."""
     model = load(small, PINNED, room=ROOM, **ALL)
-    pages, said, waited = model.moepack.manager.in_place, list[str](), list[Any]()
+    pages, said, waited = model.moepack.manager.in_place, [], []
     spy(monkeypatch, PagesInPlace, "begin", lambda *_: said.append("begin"))
     spy(monkeypatch, PagesInPlace, "end", lambda *_: said.append("end"))
     spy(monkeypatch, gpu.gpu, "wait", lambda event: waited.append(event))
@@ -94,15 +87,13 @@ def test_steps_take_turns(small: Path, want: Any, gpu: StandIn, monkeypatch: pyt
     assert last in waited
 
 
-def test_a_pass_that_waits_for_room_holds_up_no_other(
-    small: Path, want: Any, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pass_that_waits_for_room_holds_up_no_other(small, want, gpu, monkeypatch):
     model = load(small, PINNED, room=ROOM, **ALL)
     caches, waits, goes = model._moepack_wrapper.caches, threading.Event(), threading.Event()
     real = caches.room
 
     @contextlib.contextmanager
-    def room(given: Any) -> Iterator[Any]:
+    def room(given):
         if threading.current_thread() is other:
             waits.set()
             assert goes.wait(PATIENCE)
@@ -123,9 +114,9 @@ def test_a_pass_that_waits_for_room_holds_up_no_other(
 
 
 @pytest.mark.parametrize("policy", [PINNED, "hotness:hi=w4,lo=w4@pinned"])
-def test_a_load_reads_each_expert_once(small: Path, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_reads_each_expert_once(small, gpu, policy, monkeypatch):
     """What begins on the device comes from host memory, where it has been read."""
-    read = list[Any]()
+    read = []
     spy(monkeypatch, Stored, "read_into", lambda stored, *_: read.append(stored.place))
     model = load(small, policy, room=ROOM, **ALL)
     assert at(model, "bf16@packed") + at(model, "w4") > 3
@@ -134,7 +125,7 @@ def test_a_load_reads_each_expert_once(small: Path, gpu: StandIn, policy: str, m
     )
 
 
-def test_host_memory_is_not_rounded_as_the_devices(small: Path, gpu: StandIn) -> None:
+def test_host_memory_is_not_rounded_as_the_devices(small, gpu):
     """A segment of torch's holds whole blocks, and the rest of it is counted: not so of the host's pages."""
     live = load(small, PINNED, room=ROOM, **ALL).moepack.manager
     extents = [open_bundle(small).layer_file("bf16", p) for p in range(3)]
@@ -143,7 +134,7 @@ def test_host_memory_is_not_rounded_as_the_devices(small: Path, gpu: StandIn) ->
     assert all(row[1] >= row[2] for row in live.plan.blocks)
 
 
-def test_damage_is_told_by_the_next_pass(small: Path, want: Any, gpu: StandIn) -> None:
+def test_damage_is_told_by_the_next_pass(small, want, gpu):
     """Memory went bad after its digest was checked."""
     model = load(small, PINNED, room=0, **ALL)
     gpu.gpu.patience = 0
@@ -160,11 +151,9 @@ def test_damage_is_told_by_the_next_pass(small: Path, want: Any, gpu: StandIn) -
 
 
 @pytest.mark.parametrize("where", ["begin", "decode_chosen", "record"])
-def test_an_interrupted_pass_lets_go(
-    small: Path, want: Any, gpu: StandIn, where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_pass_lets_go(small, want, gpu, where, monkeypatch):
     model = load(small, PINNED, room=ROOM, **ALL)
-    holder: Any = {"begin": model.moepack.manager.in_place, "decode_chosen": exponent_triton, "record": gpu.gpu}[where]
+    holder = {"begin": model.moepack.manager.in_place, "decode_chosen": exponent_triton, "record": gpu.gpu}[where]
     stop_after(monkeypatch, holder, where, 1)
     with pytest.raises(KeyboardInterrupt):
         for n in (1, 2):
@@ -172,7 +161,7 @@ def test_an_interrupted_pass_lets_go(
     same(model, want, 1, 9)
 
 
-def test_it_stays_pinned_while_kernels_read_it(small: Path, gpu: StandIn) -> None:
+def test_it_stays_pinned_while_kernels_read_it(small, gpu):
     model = load(small, PINNED, room=0, **ALL)
     logits(model, ids(1, 1))
     gpu.gpu.patience = 1 << 30  # until it is waited for
@@ -187,7 +176,7 @@ def test_it_stays_pinned_while_kernels_read_it(small: Path, gpu: StandIn) -> Non
         experts(x, torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
 
 
-def test_an_early_end_is_seen(small: Path, gpu: StandIn) -> None:
+def test_an_early_end_is_seen(small, gpu):
     """The rule that the stand-in holds it to, broken on purpose: bytes are unpinned while a launch reads them."""
     model = load(small, PINNED, room=0, **ALL)
     gpu.gpu.patience = 1 << 30
@@ -201,11 +190,11 @@ def test_an_early_end_is_seen(small: Path, gpu: StandIn) -> None:
     gpu.cudart.wrong.clear()
 
 
-def test_the_budget_holds_slots_and_what_is_packed(small: Path, gpu: StandIn) -> None:
+def test_the_budget_holds_slots_and_what_is_packed(small, gpu):
     """Every block of the device is counted; a byte less than the least is refused; the plan says what is pinned."""
     model = load(small, PINNED, room=ROOM, **ALL)
     live = model.moepack.manager
-    pages: PagesInPlace = live.in_place
+    pages = live.in_place
     assert pages._bytes.numel() <= live.plan.window and pages._places.numel() >= sum(
         x.fields.nbytes + x.tables.nbytes + x.sizes.nbytes for x in pages._of or pages._all_places()
     )
@@ -215,7 +204,7 @@ def test_the_budget_holds_slots_and_what_is_packed(small: Path, gpu: StandIn) ->
         load(small, PINNED, host_memory=1000, room=ROOM, **ALL)
 
 
-def test_what_cannot_be_is_refused(small: Path) -> None:
+def test_what_cannot_be_is_refused(small):
     with pytest.raises(InputError, match=r"paged:lo=pinned is for a GPU"):
         moepack.load(small, policy=PINNED, device_memory=1 << 40)
     with pytest.raises(InputError, match=r"theta needs passes that wait, and no pass waits under lo=pinned"):

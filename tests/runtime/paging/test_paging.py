@@ -1,11 +1,7 @@
 """Models under `paged`: the bits of all experts resident, whatever moves, fails or runs at once; and the bytes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,17 +25,17 @@ ROOM = 8_000_000  # for all experts of the demo model, uncompressed
 ONLY = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\nallocation: {average_bits: 16}\n"
 
 
-def paged(bundle: Path, options: str = "alpha=1", room: int = ROOM, **more: Any) -> Any:
+def paged(bundle, options="alpha=1", room=ROOM, **more):
     return load(bundle, f"paged:{options}" if options else "paged", room=room, **more)
 
 
-def coded(model: Any) -> int:
+def coded(model):
     """How many experts have coded bytes in memory, whether they are decoded beside them or not."""
     residency = model.moepack.manager.residency
     return sum(residency.source_of(key) is not None for key in residency.entries)
 
 
-def bytes_agree(model: Any) -> None:
+def bytes_agree(model):
     """Check that pools hold what the experts' entries hold, and that the policy's count of coded bytes is right."""
     live = model.moepack.manager
     blocks = [c.block for x in live.residency.entries.values() for c in x.complete.values() if c.block is not None]
@@ -49,7 +45,7 @@ def bytes_agree(model: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain(bundle: Path) -> Any:
+def plain(bundle):
     """Every expert resident, uncompressed."""
     return moepack.load(bundle, policy="static:bf16")
 
@@ -58,7 +54,7 @@ SETTINGS = (("alpha=0.5,resident=0.25", ROOM), ("alpha=1", 2_500_000), ("alpha=0
 
 
 @pytest.mark.parametrize(("options", "room"), SETTINGS)
-def test_the_same_bits_as_all_resident(bundle: Path, plain: Any, options: str, room: int) -> None:
+def test_the_same_bits_as_all_resident(bundle, plain, options, room):
     """Prompts, padding, one token, generation: from memory, coded memory, and files, in budgets down to the least."""
     model = paged(bundle, options, room, kv_tokens=512, batch=3)
     for size, batch in ((48, 1), (1, 1), (7, 3), (512, 1), (2, 1)):
@@ -75,7 +71,7 @@ def test_the_same_bits_as_all_resident(bundle: Path, plain: Any, options: str, r
 
 
 @pytest.mark.parametrize("way", ["reference", "float32"])
-def test_other_kernels(bundle: Path, plain: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_kernels(bundle, plain, way, monkeypatch):
     """Where experts are run by torch, padding's experts may be missing; or multiplied by tiles."""
     dtype = torch.float32 if way == "float32" else "auto"
     if way == "reference":
@@ -89,7 +85,7 @@ def test_other_kernels(bundle: Path, plain: Any, way: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mixtral"])
-def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_families(family, demo_model, text, tmp_path):
     """Biases; shared experts and a layer without experts; every expert chosen by every token. One version is enough."""
     more = {"num_experts_per_tok": 4} if family == "mixtral" else {}
     path = build_tiny(family, tmp_path, ONLY, demo_model, text, **more)
@@ -98,7 +94,7 @@ def test_families(family: str, demo_model: Path, text: Path, tmp_path: Path) -> 
     same(model, moepack.load(path, policy="static:bf16"), 1, 9, 64)
 
 
-def test_the_least_budget_holds_the_decoded_experts_of_two_layers(bundle: Path) -> None:
+def test_the_least_budget_holds_the_decoded_experts_of_two_layers(bundle):
     """A byte less is refused, with the least that would do. `plan` says the same."""
     smallest = least(bundle, "paged")
     with pytest.raises(InputError, match=f"2 layers' experts at bf16: the least that would do is {smallest} bytes"):
@@ -112,9 +108,7 @@ def test_the_least_budget_holds_the_decoded_experts_of_two_layers(bundle: Path) 
     assert planned.least_bytes == smallest and planned.per_layer[0].versions["bf16@packed"] == layers[0].experts
 
 
-def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
-    bundle: Path, plain: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kv_cache_takes_expert_memory_and_gives_it_back(bundle, plain, monkeypatch):
     """Alpha falls as the reserve grows, and rises again when it shrinks; the bits stay the same throughout.
 
     On backends that are so slow that loading is what takes the time: on this small model it is not.
@@ -127,7 +121,7 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     begun = live.policy.alpha
     seeds = itertools.count()
 
-    def serve() -> None:
+    def serve():
         tokens = ids(next(seeds), 1, 8)
         assert torch.equal(logits(model, tokens), logits(plain, tokens))
 
@@ -144,7 +138,7 @@ def test_the_kv_cache_takes_expert_memory_and_gives_it_back(
     bytes_agree(model)
 
 
-def test_real_caches_push_experts_out(bundle: Path, plain: Any) -> None:
+def test_real_caches_push_experts_out(bundle, plain):
     """A sequence that grows beyond what was held back: the model's own passes ask for the bytes."""
     model = paged(bundle, "alpha=1,interval=0.02", room=4_000_000, kv_tokens=16, batch=2)
     before = coded(model)
@@ -154,7 +148,7 @@ def test_real_caches_push_experts_out(bundle: Path, plain: Any) -> None:
     bytes_agree(model)
 
 
-def test_threads_take_turns(bundle: Path, plain: Any) -> None:
+def test_threads_take_turns(bundle, plain):
     """Passes of prompts and of tokens on threads: the same bits; all of them end."""
     model = paged(bundle, "alpha=0.5", 1_000_000)
     want = {n: logits(plain, ids(n, n)) for n in (1, 60, 2, 300)}
@@ -164,9 +158,7 @@ def test_threads_take_turns(bundle: Path, plain: Any) -> None:
 
 @pytest.mark.parametrize("where", ["_need", "_foresee", "_wait", "_leave", "_fetch", "_switch"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_pass_lets_go(
-    bundle: Path, plain: Any, where: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_pass_lets_go(bundle, plain, where, error, monkeypatch):
     """However far it had come: the next pass finds experts whole, or loads them anew, and coded ones come back."""
     model = paged(bundle, "alpha=1,interval=0", 1_000_000)
     live = model.moepack.manager
@@ -181,7 +173,7 @@ def test_an_interrupted_pass_lets_go(
     wait_for(lambda: coded(model) > 0, functools.partial(same, model, plain, 1, 30))
 
 
-def test_damage_is_named_and_not_served(damaged: Path, plain: Any) -> None:
+def test_damage_is_named_and_not_served(damaged, plain):
     """Stored bytes are digested again once their file has changed."""
     opened, chosen = open_bundle(damaged), []
     module = plain.get_submodule(opened.layers[1].module)
@@ -199,14 +191,14 @@ def test_damage_is_named_and_not_served(damaged: Path, plain: Any) -> None:
     bytes_agree(model)
 
 
-def test_bandwidth_is_not_measured_on_damage(damaged: Path) -> None:
+def test_bandwidth_is_not_measured_on_damage(damaged):
     budget = least(damaged, "paged")
     damage(damaged, "bf16", 0, [1], 700)
     with pytest.raises(BundleError, match="layer 0, expert 1, version bf16: its bytes do not match"):
         load(damaged, "paged", budget)
 
 
-def test_coded_bytes_that_are_no_code_are_refused(bundle: Path, plain: Any) -> None:
+def test_coded_bytes_that_are_no_code_are_refused(bundle, plain):
     """What only decoding shows: memory went bad after its digest was checked."""
     model = paged(bundle, "alpha=1,ahead=no", 2_500_000)
     handles = model.moepack.layers[2].current.handles
@@ -222,7 +214,7 @@ def test_coded_bytes_that_are_no_code_are_refused(bundle: Path, plain: Any) -> N
     bytes_agree(model)
 
 
-def test_prompts_look_ahead_and_tokens_do_not(bundle: Path) -> None:
+def test_prompts_look_ahead_and_tokens_do_not(bundle):
     """A prompt's prefetches come for all of a later layer; coded experts are decoded from memory, without a read."""
     counts = {}
     for ahead in ("yes", "no"):
@@ -238,7 +230,7 @@ def test_prompts_look_ahead_and_tokens_do_not(bundle: Path) -> None:
     assert counts["yes"]["demand_bytes"] < counts["no"]["demand_bytes"]
 
 
-def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_traces_eval_and_threads_end(bundle, evaluation, tmp_path):
     before = ours()
     given = LoadOptions(policy="paged:alpha=0.5", device_memory=least(bundle, "paged") + 1_000_000)
     out = evaluate(bundle, [str(evaluation)], given, samples=2, trace=tmp_path / "trace")
@@ -253,15 +245,15 @@ def test_traces_eval_and_threads_end(bundle: Path, evaluation: Path, tmp_path: P
         logits(model, ids(0, 4))
 
 
-def test_a_load_that_is_given_up_leaves_nothing(bundle: Path, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_is_given_up_leaves_nothing(bundle, plain, monkeypatch):
     """A coded copy that is on its way when its expert is needed is waited for, and then decoded."""
     model = paged(bundle, "alpha=0.01,interval=0,ahead=no", 2_500_000)
     live = model.moepack.manager
     key = next(k for k in live.residency.entries if k[0] == 1 and live.residency.source_of(k) is None)
-    began: list[object] = []
+    began = []
     real = OnDemandLoader.reach
 
-    def reach(self: Any, position: int, wanted: Any) -> Any:
+    def reach(self, position, wanted):
         if position == 1 and not began:
             began.append(live.transitions.start(key, 1))
         return real(self, position, wanted)

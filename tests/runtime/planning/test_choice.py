@@ -1,11 +1,7 @@
 """One default policy wherever a budget is given, and what it falls back to."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def single(damaged: Path) -> Path:
+def single(damaged):
     """A bundle of which one version was pulled."""
     for folder in (damaged / "experts").iterdir():
         if folder.name != "w4":
@@ -33,7 +29,7 @@ def single(damaged: Path) -> Path:
     return damaged
 
 
-def test_the_default(bundle: Path, single: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_default(bundle, single, caplog):
     opened, one = open_bundle(bundle), open_bundle(single)
     assert str(choose_policy(None, opened, [CPU], in_budget=False)) == "static"
     assert str(choose_policy(None, opened, [CPU], in_budget=True)) == "hotness"
@@ -48,7 +44,7 @@ def test_the_default(bundle: Path, single: Path, caplog: pytest.LogCaptureFixtur
         choose_policy("hotness", opened, [CPU], in_budget=False)
 
 
-def test_it_is_the_same_everywhere(bundle: Path, single: Path, evaluation: Path, monkeypatch: Any) -> None:
+def test_it_is_the_same_everywhere(bundle, single, evaluation, monkeypatch):
     for path, policy in ((bundle, "hotness"), (single, "uniform")):
         assert plan(path, LoadOptions(device_memory=30_000_000)).policy == policy
         with moepack.load(path, device_memory="30MB").moepack as serving:
@@ -65,10 +61,8 @@ def test_it_is_the_same_everywhere(bundle: Path, single: Path, evaluation: Path,
 @pytest.mark.parametrize(
     "policy", ["static:w7", "static:absent.json", "hotness:hi=w9", "hotness:hi=w1", "lru", "hotnes"]
 )
-def test_a_policy_that_does_not_fit_is_refused_before_weights_are_read(
-    bundle: Path, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def check(bundle: Bundle, *names: str) -> None:
+def test_a_policy_that_does_not_fit_is_refused_before_weights_are_read(bundle, policy, monkeypatch):
+    def check(bundle, *names):
         assert not names or CONFIG in names  # none: all files but tensors
         assert not any(n.endswith(".safetensors") for n in names), "the dense weights were read"
 
@@ -78,7 +72,7 @@ def test_a_policy_that_does_not_fit_is_refused_before_weights_are_read(
             load(bundle, policy=policy, device_memory=None if policy == "lru" else "30MB")
 
 
-def test_a_budget_that_is_exceeded_is_told_across_processes() -> None:
+def test_a_budget_that_is_exceeded_is_told_across_processes():
     """A pool's worker hands its error on by pickle: with its words once, and the least that would do."""
     for error in (BudgetExceeded("x needs y"), TooSmallError("x needs y", 7)):
         again = pickle.loads(pickle.dumps(error))

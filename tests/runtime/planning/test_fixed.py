@@ -1,12 +1,8 @@
 """M_fixed, and KV caches inside the budget: measured against real forward passes and the process's own memory."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +30,7 @@ TOKEN = 1024  # bytes of KV cache a token of the demo model: 4 layers, 2 heads o
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_kv_bytes_are_those_of_real_caches(family: str) -> None:
+def test_kv_bytes_are_those_of_real_caches(family):
     """Full attention, MLA, a sliding window of 32 tokens, linear attention's states: to the byte, at every length."""
     model, layers = tiny_models.random_model(family, torch.bfloat16)
     made, mode = skeleton(model.config, torch.bfloat16)
@@ -51,7 +47,7 @@ def test_kv_bytes_are_those_of_real_caches(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_headroom_is_that_of_a_real_forward(family: str) -> None:
+def test_headroom_is_that_of_a_real_forward(family):
     """The skeleton's storages are the real model's to the byte; its dense tensors too."""
     model, layers = tiny_models.random_model(family, torch.bfloat16)
     made, mode = skeleton(model.config, torch.bfloat16)
@@ -67,10 +63,10 @@ def test_headroom_is_that_of_a_real_forward(family: str) -> None:
     assert dense_bytes(made) == everything + more
 
 
-def test_a_family_that_cannot_be_measured_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_that_cannot_be_measured_is_refused(bundle, monkeypatch):
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel
 
-    def looks(self: Any, input_ids: torch.Tensor, **kwargs: Any) -> None:
+    def looks(self, input_ids, **kwargs):
         raise ValueError(f"{int(input_ids.sum())} is not known")
 
     monkeypatch.setattr(Qwen3MoeModel, "forward", looks)
@@ -79,7 +75,7 @@ def test_a_family_that_cannot_be_measured_is_refused(bundle: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("has", [True, False], ids=["instructions", "emulated"])
-def test_the_served_experts_take_what_the_probes_do(bundle: Path, has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_served_experts_take_what_the_probes_do(bundle, has, monkeypatch):
     """Within 15 %: the probe lets one expert have every token, and the real router does not. Where torch would emulate
     BF16, what is converted comes on top, and a budget counts it everywhere."""
     from expert_layers import native
@@ -106,13 +102,13 @@ def test_the_served_experts_take_what_the_probes_do(bundle: Path, has: bool, mon
         assert model.moepack.fixed.activations >= cached + arena + room
 
 
-def _skeleton(model: Any, bundle: Path) -> tuple[Any, ...]:
+def _skeleton(model, bundle):
     made, mode = skeleton(model.config, model.dtype)
     return made, moepack.open(bundle).layers, CPU, mode
 
 
 @pytest.mark.parametrize("wrong", [{"kv_tokens": -1}, {"batch": 0}, {"prefill_tokens": 1.5}], ids=str)
-def test_what_is_no_workload(wrong: dict[str, Any]) -> None:
+def test_what_is_no_workload(wrong):
     with pytest.raises(InputError, match="whole number"):
         Workload(**wrong)
 
@@ -121,8 +117,8 @@ def test_what_is_no_workload(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["static:w2", "uniform", "hotness:hi=bf16,lo=w2"])
-def test_refusals_name_the_least_to_the_byte(bundle: Path, policy: str) -> None:
-    def load(budget: int, **options: int) -> Any:
+def test_refusals_name_the_least_to_the_byte(bundle, policy):
+    def load(budget, **options):
         return moepack.load(bundle, policy=policy, device_memory=budget, **options)
 
     for options in ({}, {"kv_tokens": 100, "batch": 3}, {"prefill_tokens": 0}):
@@ -136,7 +132,7 @@ def test_refusals_name_the_least_to_the_byte(bundle: Path, policy: str) -> None:
             load(size - 1, **options)
 
 
-def served(bundle: Path, policy: str, room: int, **options: Any) -> Any:
+def served(bundle, policy, room, **options):
     """A model with `room` bytes beside all experts at w2."""
     static = moepack.load(bundle, policy="static:w2", device_memory=1 << 30, **options).moepack.tracker.reserved
     staging = 36_864 if policy.startswith("hotness") else 0
@@ -144,7 +140,7 @@ def served(bundle: Path, policy: str, room: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("policy", [HOT, "static:w2"])
-def test_what_does_not_fit_is_refused_before_it_runs(bundle: Path, policy: str) -> None:
+def test_what_does_not_fit_is_refused_before_it_runs(bundle, policy):
     """The refusal names how many tokens fit: so many run, one more does not, and the model goes on."""
     model = served(bundle, policy, 600_000, kv_tokens=64, prefill_tokens=1024)
     tracker = model.moepack.tracker
@@ -169,7 +165,7 @@ def test_what_does_not_fit_is_refused_before_it_runs(bundle: Path, policy: str) 
     model.moepack.close()
 
 
-def test_the_reserve_grows_ahead_and_shrinks(bundle: Path) -> None:
+def test_the_reserve_grows_ahead_and_shrinks(bundle):
     model = served(bundle, HOT, 1_500_000, kv_tokens=64)
     tracker, watch = model.moepack.tracker, model.moepack.caches
 
@@ -192,7 +188,7 @@ def test_the_reserve_grows_ahead_and_shrinks(bundle: Path) -> None:
     model.moepack.close()
 
 
-def test_a_pass_waits_until_experts_have_left(bundle: Path) -> None:
+def test_a_pass_waits_until_experts_have_left(bundle):
     model = served(bundle, HOT, 1_200_000, prefill_tokens=1024)
     tracker = model.moepack.tracker
     with torch.inference_mode():
@@ -205,7 +201,7 @@ def test_a_pass_waits_until_experts_have_left(bundle: Path) -> None:
     model.moepack.close()
 
 
-def test_other_caches_and_none(bundle: Path) -> None:
+def test_other_caches_and_none(bundle):
     """Static caches take all at once; passes without a cache take none; longer passes pay for their activations."""
     from transformers import StaticCache
 
@@ -230,7 +226,7 @@ def test_other_caches_and_none(bundle: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def middle(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def middle(demo_model, text, tmp_path_factory):
     """A bundle of 302 MB of experts in BF16, random weights."""
     return tiny_models.build_tiny(
         "qwen3_moe", tmp_path_factory.mktemp("middle"), f"versions: [bf16, w4, w2]\n{RTN}", demo_model, text,
@@ -240,9 +236,9 @@ def middle(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactor
     )  # fmt: skip
 
 
-def agree(bundle: Path, tiny: Path, budget: int, device: str) -> dict[str, Any]:
+def agree(bundle, tiny, budget, device):
     out = python(HELPERS / "memory_agreement.py", bundle, tiny, str(budget), device)
-    facts: dict[str, Any] = json.loads(out.splitlines()[-1])
+    facts = json.loads(out.splitlines()[-1])
     assert facts["reserved"] <= budget and facts["counters"]["promotions"] > 40, facts
     return facts
 
@@ -252,7 +248,7 @@ def agree(bundle: Path, tiny: Path, budget: int, device: str) -> dict[str, Any]:
 UNSEEN = 16 << 20
 
 
-def test_the_process_takes_what_is_reserved(middle: Path, bundle: Path) -> None:
+def test_the_process_takes_what_is_reserved(middle, bundle):
     """Within 3 % and UNSEEN, at the peak, through promotions, a growing cache and its end."""
     facts = agree(middle, bundle, 220_000_000, "cpu")
     assert abs(facts["taken"] - facts["reserved"]) <= 0.03 * facts["reserved"] + UNSEEN, facts
@@ -260,7 +256,7 @@ def test_the_process_takes_what_is_reserved(middle: Path, bundle: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_allocator_takes_what_is_reserved(middle: Path, bundle: Path) -> None:
+def test_the_allocator_takes_what_is_reserved(middle, bundle):
     """The same on a GPU, by the allocator's own peak; the libraries' workspaces were there before."""
     facts = agree(middle, bundle, 260_000_000, "cuda")
     assert abs(facts["taken"] - facts["reserved"]) <= 0.03 * facts["reserved"] + UNSEEN, facts
@@ -275,7 +271,7 @@ SHAPES = [  # hidden, intermediate, experts, top_k
 
 @pytest.mark.parametrize("threads", [1, 48])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int) -> None:
+def test_the_arena_is_what_the_kernels_keep(shape, threads):
     """At every level, whatever versions and limits: never more, and on some path as much but for what is rounded up."""
     from expert_layers import VERSIONS, activations, make_layer, native
 
@@ -306,7 +302,7 @@ def test_the_arena_is_what_the_kernels_keep(shape: tuple[int, ...], threads: int
 
 
 @pytest.fixture(scope="module")
-def shallow(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shallow(demo_model, text, tmp_path_factory):
     """A bundle of one layer as wide as the demo model's, in every version: measured in a quarter of the time."""
     return tiny_models.build_tiny(
         "qwen3_moe", tmp_path_factory.mktemp("shallow"), f"versions: [bf16, w4, w3, w2, w1]\n{RTN}", demo_model, text,
@@ -315,9 +311,7 @@ def shallow(demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFacto
     )  # fmt: skip
 
 
-def test_plans_do_not_depend_on_the_instruction_set(
-    shallow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_do_not_depend_on_the_instruction_set(shallow, tmp_path, monkeypatch):
     """Nor on whether the limits of this machine were measured, or what came out."""
     from expert_layers import native
 

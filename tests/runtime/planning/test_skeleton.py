@@ -1,7 +1,5 @@
 """Skeletons of models that convert modules as they make them, or pick elements by a mask."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -23,7 +21,7 @@ from benchmarks import families
 
 
 @pytest.mark.parametrize("name", ["glm5_next", "hy_v4", "mistral_large4"])
-def test_kv_bytes_are_those_of_real_caches(name: str) -> None:
+def test_kv_bytes_are_those_of_real_caches(name):
     """An indexer's keys, pooled ones, and layers that keep no keys of their own: to the byte."""
     torch.manual_seed(0)
     model = model_of(families.small(name), dtype=torch.bfloat16).eval()
@@ -38,7 +36,7 @@ def test_kv_bytes_are_those_of_real_caches(name: str) -> None:
         assert shape.bytes(tokens, 2) == cache_bytes(cache)
 
 
-def test_a_mask_picks_all_where_values_are_unknown() -> None:
+def test_a_mask_picks_all_where_values_are_unknown():
     with FakeTensorMode(), LiveBytes(torch.nn.Module()) as live:
         x, mask = torch.empty(4, 6, 3), torch.empty(4, 6, dtype=torch.bool)
         assert x[mask].shape == (24, 3) and x[:, mask[0]].shape == (4, 6, 3) and x[mask[:, 0], :2].shape == (4, 2, 3)
@@ -50,16 +48,16 @@ def test_a_mask_picks_all_where_values_are_unknown() -> None:
 
 
 @pytest.mark.parametrize(("family", "kept"), [("qwen3_moe", 2), ("gpt_oss", 8), ("glm4_moe", 3), ("qwen3_next", 8)])
-def test_leaving_out_repeated_layers_changes_no_byte(family: str, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_out_repeated_layers_changes_no_byte(family, kept, monkeypatch):
     """What a prompt and a token take, at a short and a long cache: of eight layers, and of those that differ."""
     every = {"layer_types": ["sliding_attention", "full_attention"] * 4} if family == "gpt_oss" else {}
     config = tiny_models.config_of(family, {"num_hidden_layers": 8, **every})
     found = [(n, m) for n, m in skeleton(config, torch.bfloat16)[0].named_modules() if is_experts_module(m)]
     layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
-    numbers: list[int] = []
+    numbers = []
     shorten = Probe.shorten
 
-    def counted(self: Probe) -> None:
+    def counted(self):
         shorten(self)
         numbers.append(len(self.model.model.layers))
 

@@ -1,9 +1,6 @@
 """What has to be fetched for a policy, before any of it is here."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from moepack.pack.reader import Bundle
 from moepack.runtime.planning.choice import versions_of
 
 
-def test_the_versions_that_a_policy_may_serve(bundle: Path, tmp_path: Path) -> None:
+def test_the_versions_that_a_policy_may_serve(bundle, tmp_path):
     manifest = moepack.open(bundle).manifest
     elsewhere = Bundle(tmp_path, manifest, manifest.versions)
     table = tmp_path / "map.json"
@@ -29,7 +26,6 @@ def test_the_versions_that_a_policy_may_serve(bundle: Path, tmp_path: Path) -> N
         ("prefill:hi=w3,bits=2", True, ("w3", "w2", "w1")),
     ):  # fmt: skip
         assert versions_of(text, elsewhere, in_budget) == names, text
-    assert manifest.allocation is not None
     named = {name for row in manifest.allocation.versions for name in row}
     assert set(versions_of("static:allocation", elsewhere, False)) == named
     one = Bundle(tmp_path, manifest, manifest.versions[3:4])

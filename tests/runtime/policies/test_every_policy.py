@@ -1,11 +1,5 @@
 """What no policy may do wrong, whatever it decides: families and batches that are unlike the model it was made on."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from live_models import least
@@ -16,7 +10,7 @@ import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.registry import ENTRIES
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "all experts chosen, a dense layer between": (
         "qwen3_moe",
         {"num_hidden_layers": 3, "mlp_only_layers": [1], "num_experts_per_tok": 8},
@@ -30,15 +24,13 @@ REFUSED = {(p, "linear attention"): "attention" for p in POLICIES if p.startswit
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def made(
-    request: pytest.FixtureRequest, demo_model: Path, text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Path]]:
+def made(request, demo_model, text, tmp_path_factory):
     family, more = MODELS[request.param]
     yield request.param, build_tiny(family, tmp_path_factory.mktemp("every"), RTN, demo_model, text, **more)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_serves_a_byte_above_the_least(policy: str, made: tuple[str, Path]) -> None:
+def test_serves_a_byte_above_the_least(policy, made):
     """One token, a batch of unlike lengths with padding, generation with a cache, a longer prompt."""
     name, bundle = made
     room = {"kv_tokens": 64, "batch": 2, "prefill_tokens": 24}

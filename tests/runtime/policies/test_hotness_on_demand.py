@@ -1,15 +1,11 @@
 """`hotness:lo=stored`: what is in memory before any token, what leaves, at which version experts come; all by hand."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.policies.contract import Interval, Key, LayerReached, LivePolicy, Setting
+from moepack.runtime.policies.contract import Interval, LayerReached, Setting
 from moepack.runtime.policies.heat import ExpertHeat
 from moepack.runtime.policies.hotness import ENTRY
 from moepack.runtime.policies.lru import Recent, RecentOptions
@@ -21,24 +17,23 @@ BF16, W4, W2 = map(Placement, VERSIONS)
 TRAFFIC = [[1.0, 60.0, 9.0, 30.0], [38.0, 2.0, 52.0, 8.0]]
 
 
-def setting(ladder: tuple[Placement, ...] = (W4, STORED), **more: Any) -> Setting:
+def setting(ladder=(W4, STORED), **more):
     sizes, losses = ((4, 2, 0), [0.0, 1.0, 9.0]) if len(ladder) == 3 else ((4, 0), [0.0, 9.0])
     return Setting([4, 4], ladder, [sizes] * 2, TRAFFIC, [np.array([losses] * 4)] * 2, **more)
 
 
-def made(options: str, given: Setting, room: int) -> tuple[LivePolicy, dict[Key, int]]:
+def made(options, given, room):
     """The policy, and what is in memory before any token."""
-    assert ENTRY.make is not None
     policy = ENTRY.make(given, ENTRY.parse(f"lo=stored,{options}"))
     return policy, dict(policy.decide(Interval(0.0, [room, 0], [np.zeros(4, np.int64)] * 2)) or {})
 
 
-def reach(policy: LivePolicy, layer: int, counts: list[int], room: int, time: float = 0.0, **told: Any) -> Any:
+def reach(policy, layer, counts, room, time=0.0, **told):
     return policy.decide(LayerReached(time, [room, 0], layer, np.array(counts), **told))
 
 
-def test_the_word_and_the_ladders() -> None:
-    def ladder(text: str) -> tuple[str, ...]:
+def test_the_word_and_the_ladders():
+    def ladder(text):
         (got,) = parse_policy(f"hotness:{text}").options.ladders(VERSIONS)
         return tuple(map(str, got))
 
@@ -58,7 +53,7 @@ def test_the_word_and_the_ladders() -> None:
         Placement(None)
 
 
-def test_before_any_token_the_busiest_are_there() -> None:
+def test_before_any_token_the_busiest_are_there():
     """Room for three of eight: shares are 60, 30 and 9 of the first layer, 38 and 52 of the second."""
     policy, first = made("hi=w4", setting(), 12)
     assert first == {(0, 1): 0, (1, 2): 0, (1, 0): 0} and policy.needs.layers and not policy.needs.prediction
@@ -67,7 +62,7 @@ def test_before_any_token_the_busiest_are_there() -> None:
     assert made("hi=w4,prior=none", setting(), 12)[1] == {}
 
 
-def test_the_coldest_leave_whenever_they_were_used() -> None:
+def test_the_coldest_leave_whenever_they_were_used():
     """The first layer's expert 0 was used last, and is the coldest: it leaves first. `lru` drops another."""
     policy, _ = made("hi=w4", setting(), 12)
     assert dict(reach(policy, 0, [1, 0, 0, 0], 12)) == {(0, 0): 0, (1, 0): 1}, "0.38 is the least of the three"
@@ -81,7 +76,7 @@ def test_the_coldest_leave_whenever_they_were_used() -> None:
     assert dict(reach(recent, 1, [1, 0, 0, 0], 12)) == {(1, 0): 0, (1, 2): 1}
 
 
-def test_before_any_token_experts_are_at_what_their_heat_earns() -> None:
+def test_before_any_token_experts_are_at_what_their_heat_earns():
     """A wait counts 8 for w2's 2 bytes, and w4 saves a loss of 1 for 2 more: 4 times heat against 0.5 times heat. So
     the hottest is worth 0.3 at w4, and the two coldest 0.08 and 0.04 in memory at all. Four bytes are for moves."""
     policy, first = made("", setting((W4, W2, STORED)), 20)
@@ -89,14 +84,14 @@ def test_before_any_token_experts_are_at_what_their_heat_earns() -> None:
     assert dict(reach(policy, 0, [1, 0, 0, 0], 17)) == {(0, 0): 1, (0, 2): 2}, "the lowest version; 0.09 is now 0.06"
 
 
-def test_prefetches_take_the_room_of_the_coldest() -> None:
+def test_prefetches_take_the_room_of_the_coldest():
     policy, _ = made("hi=w4,prefetch=yes", setting(), 12)
     assert policy.needs.prediction
     got = reach(policy, 0, [0, 1, 0, 0], 12, predicted=np.array([0, 0, 1, 1]))
     assert dict(got) == {(0, 1): 0, (1, 0): 1, (1, 3): 0}
 
 
-def test_heat_by_hand() -> None:
+def test_heat_by_hand():
     heat = ExpertHeat([[3.0, 1.0]], alpha=0.5, anchor=0.5, has_prior=True)
     assert heat.shares(0).tolist() == [0.75, 0.25] and not heat.has_counts
     heat.add_layer(0, np.array([0, 8]))
@@ -106,7 +101,7 @@ def test_heat_by_hand() -> None:
     assert heat.shares(0) == pytest.approx(np.array([2.5 + 0.5 * 5 * 0.75, 2.5 + 0.5 * 5 * 0.25]) / 7.5)
 
 
-def test_a_large_cache_lets_the_coldest_go_first() -> None:
+def test_a_large_cache_lets_the_coldest_go_first():
     """400 experts, of which more leave than are sorted at first."""
     experts = [200, 200]
     traffic = [np.random.default_rng(p).permutation(200) + 1.0 for p in range(2)]

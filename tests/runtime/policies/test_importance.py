@@ -1,11 +1,7 @@
 """The policy `importance` and its cache: each formula by hand, each rule with a violation of it that is found."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.policies.contract import Changes, Interval, Key, LayerReached, Setting
+from moepack.runtime.policies.contract import Changes, Interval, LayerReached, Setting
 from moepack.runtime.policies.importance import Importance, ImportanceOptions, critical_count, retention
 from moepack.runtime.policies.lru import Recent, RecentOptions
 from moepack.runtime.policies.mixed_cache import MixedCache
@@ -27,13 +23,13 @@ VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf1
 BF16, W4, W3, W2 = (Placement(v) for v in VERSIONS)
 
 
-def setting(experts: list[int], sizes: tuple[int, ...] = (4, 2, 0)) -> Setting:
+def setting(experts, sizes=(4, 2, 0)):
     ladder = (W4, W2, ABSENT) if len(sizes) == 3 else (W4, ABSENT)
     losses = [np.array([[0.0, 1.0, 9.0][: len(sizes)]] * n) for n in experts]
     return Setting(experts, ladder, [sizes] * len(experts), [[1.0] * n for n in experts], losses)
 
 
-def reached(layer: int, counts: list[int], room: int = 100, **told: Any) -> LayerReached:
+def reached(layer, counts, room=100, **told):
     """A layer that is reached, with room in all; lists become arrays."""
     arrays = {k: np.array(v) if isinstance(v, list) else v for k, v in told.items()}
     arrays["sums"] = {GATES: arrays.pop("gates", None), HEAVY: arrays.pop("important", np.zeros(len(counts)))}
@@ -41,7 +37,7 @@ def reached(layer: int, counts: list[int], room: int = 100, **told: Any) -> Laye
     return LayerReached(0.0, [room, 0], layer, np.array(counts), **arrays)
 
 
-def test_the_retention_ratio_by_hand() -> None:
+def test_the_retention_ratio_by_hand():
     """Equation 4 with lambda = 2 r - 1, five layers: cosines of 0, 45, 90, 135 and 180 degrees."""
     got = [retention(layer, 5, 0.75) for layer in range(5)]
     assert got == pytest.approx([1.0, 0.5 + 0.25 * (1 + math.sqrt(0.5)), 0.75, 0.5 + 0.25 * (1 - math.sqrt(0.5)), 0.5])
@@ -53,7 +49,7 @@ def test_the_retention_ratio_by_hand() -> None:
             assert sum(ratios) / layers == pytest.approx(r) and ratios == sorted(ratios, reverse=True)
 
 
-def test_the_number_of_critical_experts() -> None:
+def test_the_number_of_critical_experts():
     """Equation 5 rounds up; what is whole stays so, whatever the product's last bit says."""
     assert [critical_count(0.5, n) for n in (1, 2, 3, 8)] == [1, 1, 2, 4]
     assert (
@@ -65,17 +61,17 @@ def test_the_number_of_critical_experts() -> None:
     assert all(critical_count(n / m, m) == n for m in range(1, 130) for n in range(m + 1))
 
 
-def test_experts_are_ranked_by_heavy_hitters_then_by_tokens() -> None:
+def test_experts_are_ranked_by_heavy_hitters_then_by_tokens():
     counts = np.array([5, 9, 0, 7, 9])
     assert ranked(counts, np.array([2, 1, 9, 2, 1]), counts) == [3, 0, 1, 4], "what has no tokens is not there"
     assert ranked(counts, np.array([0.1, 0.2, 0.9, 0.3, 0.2])) == [3, 1, 4, 0]
 
 
-def answers(policy: Importance, *events: LayerReached) -> list[dict[Key, int]]:
+def answers(policy, *events):
     return [dict(policy.decide(event) or {}) for event in events]
 
 
-def test_a_prompts_critical_experts_process_heavy_hitters() -> None:
+def test_a_prompts_critical_experts_process_heavy_hitters():
     """Two layers at r = 0.75: all of the first are critical, half of the second."""
     policy = Importance(setting([4, 4]), ImportanceOptions(prefetch="no"))
     assert policy.needs.layers and policy.needs.importance == 0.2 and not policy.needs.prediction
@@ -91,14 +87,14 @@ def test_a_prompts_critical_experts_process_heavy_hitters() -> None:
     assert {e for (_, e), v in unknown.items() if v == 0} == {0, 1, 2}, "by tokens; what was high is reused"
 
 
-def test_in_decoding_gate_weights_decide_among_the_active() -> None:
+def test_in_decoding_gate_weights_decide_among_the_active():
     """M is the experts that the step needs: with all of the layer's nothing would ever be low."""
     policy = Importance(setting([8, 8]), ImportanceOptions(prefetch="no"))
     (got,) = answers(policy, reached(1, [1, 0, 1, 0, 1, 0, 1, 0], gates=[0.1, 0, 0.4, 0, 0.2, 0, 0.3, 0]))
     assert got == {(1, 2): 0, (1, 6): 0, (1, 4): 1, (1, 0): 1} and list(got) == [(1, 2), (1, 6), (1, 4), (1, 0)]
 
 
-def test_what_is_sub_critical_without_a_low_version_is_left_out() -> None:
+def test_what_is_sub_critical_without_a_low_version_is_left_out():
     policy = Importance(setting([4, 4], (4, 0)), ImportanceOptions(lo="absent", prefetch="no"))
     (got,) = answers(policy, reached(1, [1, 1, 1, 1], gates=[0.1, 0.4, 0.2, 0.3]))
     assert got == {(1, 1): 0, (1, 3): 0, (1, 2): 1, (1, 0): 1}, "1 is the base here"
@@ -111,7 +107,7 @@ def test_what_is_sub_critical_without_a_low_version_is_left_out() -> None:
     }  # fmt: skip
 
 
-def test_prefetch_in_decoding_is_of_the_predicted_at_their_precision() -> None:
+def test_prefetch_in_decoding_is_of_the_predicted_at_their_precision():
     """Equation 8, for the next layer's own t: two of four high."""
     policy = Importance(setting([4, 4]), ImportanceOptions())
     told = {"predicted": [1, 1, 1, 1], "predicted_gates": [0.1, 0.4, 0.2, 0.3]}
@@ -121,7 +117,7 @@ def test_prefetch_in_decoding_is_of_the_predicted_at_their_precision() -> None:
     assert list(last) == [(1, 1)], "behind the last layer there is none"
 
 
-def test_prefetch_of_a_prompt_is_of_the_most_frequent() -> None:
+def test_prefetch_of_a_prompt_is_of_the_most_frequent():
     """Equation 7: the top t by predicted tokens, whatever their gates; of equals those with the larger gates."""
     policy = Importance(setting([4, 4]), ImportanceOptions())
     told = {"predicted": [3, 9, 3, 0], "predicted_gates": [0.5, 0.1, 0.9, 0.0]}
@@ -131,7 +127,7 @@ def test_prefetch_of_a_prompt_is_of_the_most_frequent() -> None:
     assert list(got.items()) == [((0, 0), 0), ((1, 1), 0), ((1, 2), 0)]
 
 
-def test_prefetch_takes_no_room_from_what_is_needed() -> None:
+def test_prefetch_takes_no_room_from_what_is_needed():
     """Room for four: what runs now and what is predicted stay, in this order."""
     policy = Importance(setting([4, 4]), ImportanceOptions(r=1.0))
     told = {"predicted": [1, 1, 1, 0], "predicted_gates": [0.5, 0.3, 0.2, 0.0]}
@@ -143,10 +139,10 @@ def test_prefetch_takes_no_room_from_what_is_needed() -> None:
     assert set(none.items()) == {((0, e), 0) for e in range(4)} | {((1, e), 2) for e in range(3)}, "no room is left"
 
 
-def test_random_experts_are_as_many() -> None:
+def test_random_experts_are_as_many():
     """The papers' comparison: the same share, whoever they are; the same ones every time."""
 
-    def high() -> list[int]:
+    def high():
         policy = Importance(setting([8, 8]), ImportanceOptions(by="random", prefetch="no", reuse="no", seed=3))
         assert not policy.needs.importance
         events = [reached(1, [1] * 8) for _ in range(20)]
@@ -156,7 +152,7 @@ def test_random_experts_are_as_many() -> None:
     assert all(bits.bit_count() == 4 for bits in chosen) and len(set(chosen)) > 10 and chosen == high()
 
 
-def test_before_any_token_it_holds_what_was_busy_in_calibration() -> None:
+def test_before_any_token_it_holds_what_was_busy_in_calibration():
     """Room for 18: two of the first layer and all critical ones of it are high, half of the second's."""
     given = replace(setting([4, 4]), traffic=[[5.0, 90.0, 1.0, 8.0], [70.0, 2.0, 60.0, 50.0]])
     policy = Importance(given, ImportanceOptions(prefetch="no"))
@@ -165,8 +161,8 @@ def test_before_any_token_it_holds_what_was_busy_in_calibration() -> None:
     assert policy.worth((0, 1)) > policy.worth((1, 0)) > policy.worth((0, 3)) > policy.worth((1, 1)) == 0
 
 
-def test_ladders_and_options() -> None:
-    def ladder(text: str, versions: Any = VERSIONS) -> tuple[str, ...]:
+def test_ladders_and_options():
+    def ladder(text, versions=VERSIONS):
         (got,) = parse_policy(text).options.ladders(versions)
         return tuple(map(str, got))
 
@@ -199,7 +195,7 @@ ALIKE = [[4, 2, 0], [4, 2, 0]]
 HIGH, LOW, NONE = range(3)
 
 
-def test_the_least_recently_used_leave_and_never_for_their_own_layer() -> None:
+def test_the_least_recently_used_leave_and_never_for_their_own_layer():
     cache = MixedCache(SIZES)
     cache.serve(0, {0: HIGH, 1: HIGH}, 16)
     cache.serve(1, {0: HIGH}, 16)
@@ -212,7 +208,7 @@ def test_the_least_recently_used_leave_and_never_for_their_own_layer() -> None:
     assert got == {(0, 3): HIGH, (0, 2): HIGH, (0, 1): NONE, (0, 0): NONE}, "the most important are had"
 
 
-def test_what_is_not_there_is_not_held() -> None:
+def test_what_is_not_there_is_not_held():
     """Copies fail, are given up, and leave for the KV reserve: the cache hears of it when the layer is reached."""
     cache = MixedCache(SIZES)
     cache.serve(0, {0: HIGH, 1: HIGH, 2: LOW}, 100)
@@ -228,14 +224,14 @@ def test_what_is_not_there_is_not_held() -> None:
 class Model:
     """The cache as a list, read off the rules: slow, and another way to the same."""
 
-    def __init__(self) -> None:
-        self.rows: list[tuple[Key, int]] = []  # the least recently used first
-        self.foreseen: list[Key] = []
+    def __init__(self):
+        self.rows = []  # the least recently used first
+        self.foreseen = []
 
-    def bytes(self) -> int:
+    def bytes(self):
         return sum(SIZES[key[0]][v] for key, v in self.rows)
 
-    def use(self, key: Key, asked: int) -> int:
+    def use(self, key, asked):
         have = dict(self.rows).get(key)
         served = asked if have is None else min(have, asked)
         self.rows = [row for row in self.rows if row[0] != key]
@@ -244,7 +240,7 @@ class Model:
             self.rows.append((key, served))
         return served
 
-    def evict(self, room: int, keep: Callable[[Key], bool]) -> None:
+    def evict(self, room, keep):
         while self.bytes() > room:
             gone = next(row for row in self.rows if not keep(row[0]))
             self.rows.remove(gone)
@@ -257,17 +253,17 @@ placements = st.dictionaries(st.integers(0, EXPERTS - 1), st.sampled_from((HIGH,
 class CacheMachine(RuleBasedStateMachine):
     """The cache against the model, and against the rules."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.cache, self.model, self.room = MixedCache(SIZES), Model(), 40
-        self.seen: dict[Key, int] = {}  # as the answers have it
+        self.seen = {}  # as the answers have it
 
-    def told(self, changes: Mapping[Key, int]) -> None:
+    def told(self, changes):
         assert isinstance(changes, Changes)
         self.seen = {key: v for key, v in {**self.seen, **changes}.items() if v != NONE}
 
     @rule(layer=st.integers(0, 1), wants=placements, room=st.integers(26, 40))
-    def serve(self, layer: int, wants: dict[int, int], room: int) -> None:
+    def serve(self, layer, wants, room):
         before = dict(self.cache.held)
         self.room = room
         got = self.cache.serve(layer, wants, room)
@@ -286,7 +282,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.needed = {(layer, e) for e in wants}
 
     @rule(layer=st.integers(0, 1), wants=placements)
-    def foresee(self, layer: int, wants: dict[int, int]) -> None:
+    def foresee(self, layer, wants):
         needed = dict.fromkeys([k for k in self.cache.held if k[0] != layer][:2], 0)
         before = dict(self.cache.held)
         got = self.cache.foresee(layer, wants, self.room, needed)
@@ -309,7 +305,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.rows, self.model.foreseen = trial.rows, [*trial.foreseen, (layer, expert)]
 
     @invariant()
-    def rules(self) -> None:
+    def rules(self):
         assert self.cache.bytes == sum(SIZES[p][v] for (p, _), v in self.cache.held.items()), "duplication"
         assert self.cache.bytes <= self.room, "capacity"
         assert list(self.cache.held.items()) == self.model.rows, "the least recently used first"
@@ -319,11 +315,11 @@ class CacheMachine(RuleBasedStateMachine):
 QUICK = settings(max_examples=60, stateful_step_count=20, suppress_health_check=list(HealthCheck))
 
 
-def test_the_cache_against_a_model() -> None:
+def test_the_cache_against_a_model():
     run_state_machine_as_test(CacheMachine, settings=QUICK)
 
 
-def test_lru_without_a_low_version_loads_everything() -> None:
+def test_lru_without_a_low_version_loads_everything():
     policy = Recent(setting([3, 2], (4, 0)), RecentOptions(lo="absent"))
     event = LayerReached(0.0, [6, 6], 0, np.array([1, 0, 2]))
     assert policy.decide(event) == {(0, 2): 0, (0, 0): 0} and policy.worth((0, 2)) > policy.worth((0, 0))
@@ -332,7 +328,7 @@ def test_lru_without_a_low_version_loads_everything() -> None:
         policy.decide(LayerReached(0.0, [6, 5], 0, np.array([1, 1, 1])))
 
 
-def test_blocks_bound_each_placement() -> None:
+def test_blocks_bound_each_placement():
     """Two blocks of either placement, whatever the bytes: the least recently used of the same placement leaves."""
     cache = MixedCache(ALIKE, most=[(1, 1, 0), (1, 1, 0)])
     cache.serve(0, {0: HIGH, 1: LOW}, 100)
@@ -350,7 +346,7 @@ def test_blocks_bound_each_placement() -> None:
     assert got == {(0, 3): HIGH, (0, 2): HIGH, (0, 1): 1}
 
 
-def test_layers_of_other_sizes_have_blocks_of_their_own() -> None:
+def test_layers_of_other_sizes_have_blocks_of_their_own():
     cache = MixedCache([[4, 0], [6, 0]], most=[(1, 0), (1, 0)])
     cache.serve(0, {0: HIGH}, 100)
     assert cache.serve(1, {0: HIGH}, 100) == {(1, 0): HIGH}, "nobody leaves"
@@ -360,11 +356,11 @@ def test_layers_of_other_sizes_have_blocks_of_their_own() -> None:
 class Blocks(RuleBasedStateMachine):
     """A cache over divided memory: whatever is asked for, no placement has more experts than blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.cache, self.told = MixedCache(ALIKE, most=[(3, 1, 0), (1, 2, 0)]), dict[Key, int]()
+        self.cache, self.told = MixedCache(ALIKE, most=[(3, 1, 0), (1, 2, 0)]), {}
 
-    def heard(self, changes: Mapping[Key, int]) -> None:
+    def heard(self, changes):
         """An answer is carried out: what leaves goes first, then blocks are taken one after another."""
         self.told = {key: v for key, v in self.told.items() if key not in changes}
         self.told |= {key: v for key, v in changes.items() if v != NONE}
@@ -373,27 +369,27 @@ class Blocks(RuleBasedStateMachine):
         assert self.told == dict(self.cache.held)
 
     @rule(layer=st.integers(0, 1), wants=placements, more=placements)
-    def serve(self, layer: int, wants: dict[int, int], more: dict[int, int]) -> None:
+    def serve(self, layer, wants, more):
         got = self.cache.serve(layer, wants, 1000)
         self.heard(got)
         assert all(got[layer, e] != NONE for e in wants)
         self.heard(self.cache.foresee(1 - layer, more, 1000, got))
 
 
-def test_no_placement_has_more_experts_than_blocks() -> None:
+def test_no_placement_has_more_experts_than_blocks():
     run_state_machine_as_test(Blocks, settings=QUICK)
 
 
 class Unhurried(MixedCache):
     """Without the answer at once for what is in memory already."""
 
-    def _are_here(self, *_: object) -> bool:
+    def _are_here(self, *_):
         return False
 
 
 @given(st.randoms(use_true_random=False))
 @settings(max_examples=200)
-def test_what_is_here_already_is_answered_the_same(rng: Any) -> None:
+def test_what_is_here_already_is_answered_the_same(rng):
     """The same placements, the same order of leaving; placements in memory follow the answers, but for some."""
     count, places = rng.randint(1, 6), rng.randint(2, 4)
     sizes = [[*sorted((rng.randint(1, 9) for _ in range(places - 1)), reverse=True), 0]] * 2

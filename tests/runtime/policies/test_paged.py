@@ -1,10 +1,5 @@
 """The residency planner: each branch, each bound, staggering, where it comes to rest; and what a pass is answered."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -22,7 +17,7 @@ INF = float("inf")
 TRAFFIC = [[float(1 + (e * 5 + p) % EXPERTS) for e in range(EXPERTS)] for p in range(LAYERS)]
 
 
-def setting(rates: Sequence[float] = (INF, 3000.0, 1000.0)) -> Setting:
+def setting(rates=(INF, 3000.0, 1000.0)):
     return Setting(
         [EXPERTS] * LAYERS, PagedOptions().ladders(VERSIONS)[0], [[WHOLE, SMALL, 0]] * LAYERS, TRAFFIC,
         [np.zeros((EXPERTS, 3))] * LAYERS, rates=rates,
@@ -32,17 +27,17 @@ def setting(rates: Sequence[float] = (INF, 3000.0, 1000.0)) -> Setting:
 ROOM = [EXPERTS * WHOLE] * LAYERS
 
 
-def interval(time: float, computed: float = 0.0, steps: int = 0, loaded: Any = (), room: Any = ROOM) -> Interval:
+def interval(time, computed=0.0, steps=0, loaded=(), room=ROOM):
     return Interval(time, room, [np.zeros(EXPERTS, np.int64)] * LAYERS, (), steps, computed, loaded)
 
 
-def made(options: str = "", rates: Sequence[float] = (INF, 3000.0, 1000.0), room: Any = ROOM) -> Shares:
+def made(options="", rates=(INF, 3000.0, 1000.0), room=ROOM):
     shares = Shares(setting(rates), read_options(PagedOptions, options))
     shares.measured(interval(0.0), room)
     return shares
 
 
-def after(shares: Shares, rho: float, stored: float = 120.0, time: float = 10.0, room: Any = ROOM) -> list[int]:
+def after(shares, rho, stored=120.0, time=10.0, room=ROOM):
     """Experts in memory after an interval in which a step computed rho times as long as it loaded."""
     packed = 240.0
     loading = LAYERS * (packed / 3000 + stored / 1000)
@@ -51,7 +46,7 @@ def after(shares: Shares, rho: float, stored: float = 120.0, time: float = 10.0,
     return list(shares.held)
 
 
-def test_shares_follow_bandwidth_and_times_add_up() -> None:
+def test_shares_follow_bandwidth_and_times_add_up():
     """(8); tau_k = bytes / B (6); sources of one processor, and layers, add up (9, 10)."""
     assert made(rates=(INF, 300.0, 100.0)).alpha == 0.75
     assert pass_seconds([[600, 100]], [300.0, 100.0]) == 3.0
@@ -62,14 +57,14 @@ def test_shares_follow_bandwidth_and_times_add_up() -> None:
 # --- the first choice
 
 
-def test_alpha_at_first() -> None:
+def test_alpha_at_first():
     """By bandwidth, or as told, or all where nothing was measured."""
     assert made().held == [6, 6, 6], "3000 of 4000, of 8 experts"
     assert made("alpha=0.5").held == [4, 4, 4] and made("alpha=0.01").held == [1, 1, 1], "above 0"
     assert made(rates=()).held == [8, 8, 8]
 
 
-def test_three_parts_beside_the_window() -> None:
+def test_three_parts_beside_the_window():
     """x uncompressed, y compressed, z stored: x + y + z = 1, the busiest of calibration first; x yields first (12)."""
     policy = Paged(setting(), read_options(PagedOptions, "alpha=0.75,resident=0.25"))
     window = 2 * EXPERTS * WHOLE
@@ -92,12 +87,12 @@ def test_three_parts_beside_the_window() -> None:
     ("rho", "held", "more"),
     [(5.0, 5, ""), (1.0, 6, ""), (0.95, 6, ""), (0.9, 6, ""), (0.89, 7, ""), (0.5, 7, ""), (0.5, 6, ",theta=0.4")],
 )
-def test_rho_above_one_lowers_alpha_and_below_theta_raises_it(rho: float, held: int, more: str) -> None:
+def test_rho_above_one_lowers_alpha_and_below_theta_raises_it(rho, held, more):
     """Between them nothing changes."""
     assert after(made(f"alpha=0.75{more}"), rho) == [held] * LAYERS
 
 
-def test_bytes_come_first_and_alpha_grows_back_from_there() -> None:
+def test_bytes_come_first_and_alpha_grows_back_from_there():
     """(12): what the KV cache takes is not wanted, whatever rho says; what it gives back is filled as rho asks."""
     shares = made("alpha=1", room=[3 * SMALL + 1, 0, EXPERTS * WHOLE])
     assert shares.held == [3, 1, 8] and [held for _, held in shares.fit([0] * LAYERS)] == [0, 0, 0]
@@ -105,7 +100,7 @@ def test_bytes_come_first_and_alpha_grows_back_from_there() -> None:
     assert after(shares, 0.95, time=20.0) == [2, 2, 2] and after(shares, 0.1, time=30.0) == [3, 3, 3]
 
 
-def test_alpha_stays_above_zero_and_at_most_one() -> None:
+def test_alpha_stays_above_zero_and_at_most_one():
     low, high = made("alpha=0.25"), made()
     for i in range(20):
         after(low, 1e6, time=10.0 * (i + 1))
@@ -114,14 +109,14 @@ def test_alpha_stays_above_zero_and_at_most_one() -> None:
     assert high.held == [8, 8, 8] and high.alpha == 1.0
 
 
-def test_changes_are_staggered_over_layers_or_not() -> None:
+def test_changes_are_staggered_over_layers_or_not():
     shares = made("alpha=0.25,stagger=no")
     assert after(shares, 0.5) == [5, 2, 2], "as many, of one layer"
     assert after(shares, 0.5, time=20.0) == [5, 5, 2] and after(shares, 0.5, time=30.0) == [5, 5, 5]
     assert after(made("alpha=0.25"), 0.5) == [3, 3, 3]
 
 
-def test_nothing_is_decided_before_its_time_or_without_steps() -> None:
+def test_nothing_is_decided_before_its_time_or_without_steps():
     shares = made("alpha=0.5,interval=1")
     shares.measured(interval(0.5, 1e-9, 1, [[0, 0, 4000]] * LAYERS), ROOM)
     assert shares.held == [4, 4, 4] and shares.rho is None
@@ -131,7 +126,7 @@ def test_nothing_is_decided_before_its_time_or_without_steps() -> None:
     assert shares.held == [5, 5, 5]
 
 
-def test_a_step_that_asks_for_nothing_needs_no_memory() -> None:
+def test_a_step_that_asks_for_nothing_needs_no_memory():
     shares = made("alpha=0.5")
     shares.measured(interval(10.0, 1.0, 1, [[0, 0, 0]] * LAYERS), ROOM)
     assert shares.rho == INF and shares.held == [3, 3, 3]
@@ -143,16 +138,16 @@ def test_a_step_that_asks_for_nothing_needs_no_memory() -> None:
 class Plant:
     """A machine whose steps ask for every expert with some probability, and load what is not there."""
 
-    def __init__(self, shares: Shares, compute: float) -> None:
+    def __init__(self, shares, compute):
         self.shares, self.compute = shares, compute
 
-    def loads(self, held: Sequence[int]) -> list[list[float]]:
+    def loads(self, held):
         return [[0.5 * 100 * h, 0.5 * 100 * (EXPERTS - h)] for h in held]
 
-    def rho(self, held: Sequence[int]) -> float:
+    def rho(self, held):
         return self.compute / pass_seconds(self.loads(held), (3000.0, 1000.0))
 
-    def run(self, rounds: int = 60, room: Callable[[int], Any] = lambda i: ROOM) -> list[list[int]]:
+    def run(self, rounds=60, room=lambda i: ROOM):
         seen = []
         for i in range(rounds):
             loaded = [[0, *row] for row in self.loads(self.shares.held)]
@@ -163,7 +158,7 @@ class Plant:
 
 @pytest.mark.parametrize("compute", [1e-6, 0.01, 0.3, 0.45, 0.52, 0.6, 0.75, 0.9, 1.1, 1.6, 1e6])
 @pytest.mark.parametrize("stagger", ["yes", "no"])
-def test_it_comes_to_rest(compute: float, stagger: str) -> None:
+def test_it_comes_to_rest(compute, stagger):
     """On machines of any speed: within bounds, without going to and fro, and where (13) can be had, near it."""
     plant = Plant(made(f"stagger={stagger}"), compute)
     seen = plant.run()
@@ -176,7 +171,7 @@ def test_it_comes_to_rest(compute: float, stagger: str) -> None:
         assert rho >= 0.9 or plant.rho(more) <= rho, "memory that would help"
 
 
-def test_kv_comes_and_goes_on_a_machine() -> None:
+def test_kv_comes_and_goes_on_a_machine():
     plant = Plant(made(), 1e-6)
     seen = plant.run(60, lambda i: [2 * SMALL] * LAYERS if 20 <= i < 40 else ROOM)
     assert seen[19] == [8] * LAYERS and all(row == [2] * LAYERS for row in seen[20:40]) and seen[-1] == [8] * LAYERS
@@ -186,7 +181,7 @@ def test_kv_comes_and_goes_on_a_machine() -> None:
 # --- what a pass is answered
 
 
-def reached(layer: int, used: Sequence[int], room: int, placed: Sequence[int]) -> LayerReached:
+def reached(layer, used, room, placed):
     counts = np.zeros(EXPERTS, np.int64)
     counts[list(used)] = 1
     share = room // LAYERS
@@ -194,7 +189,7 @@ def reached(layer: int, used: Sequence[int], room: int, placed: Sequence[int]) -
     return LayerReached(1.0, capacity, layer, counts, placed=placed, coming=[-1] * EXPERTS)
 
 
-def test_what_is_needed_is_decoded_and_goes_back_to_its_coded_bytes_the_last_used_first() -> None:
+def test_what_is_needed_is_decoded_and_goes_back_to_its_coded_bytes_the_last_used_first():
     """The last layer's experts leave for the next one's: layers run in turn, so they are needed again the latest."""
     policy = Paged(setting(), PagedOptions(alpha=0.5, ahead="no"))
     window = 2 * EXPERTS * WHOLE
@@ -215,7 +210,7 @@ def test_what_is_needed_is_decoded_and_goes_back_to_its_coded_bytes_the_last_use
         assert len(gone) == (EXPERTS if layer == 2 else 0)
 
 
-def test_a_prompt_has_the_next_layer_prefetched_and_a_token_has_not() -> None:
+def test_a_prompt_has_the_next_layer_prefetched_and_a_token_has_not():
     room = 4 * EXPERTS * WHOLE
     for used, ahead, later in ((range(4), "yes", 8), (range(3), "yes", 0), (range(8), "no", 0)):
         policy = Paged(setting(), PagedOptions(alpha=0.01, ahead=ahead))
@@ -225,7 +220,7 @@ def test_a_prompt_has_the_next_layer_prefetched_and_a_token_has_not() -> None:
         assert [key for key in answer if key[0] == 0] == list(answer)[: len(used)], "what passes wait for comes first"
 
 
-def test_coded_bytes_leave_for_the_cache_and_come_back_beside_passes() -> None:
+def test_coded_bytes_leave_for_the_cache_and_come_back_beside_passes():
     policy = Paged(setting(), PagedOptions(alpha=1, ahead="no"))
     window = 2 * EXPERTS * WHOLE
     ample = window + LAYERS * EXPERTS * SMALL + LAYERS
@@ -237,7 +232,7 @@ def test_coded_bytes_leave_for_the_cache_and_come_back_beside_passes() -> None:
     assert back is not None and list(back.beside.values()) == [CODED, CODED] and all(p == 1 for p, _ in back.beside)
 
 
-def test_a_version_without_coded_bytes_stays_as_far_as_it_fits() -> None:
+def test_a_version_without_coded_bytes_stays_as_far_as_it_fits():
     """All that fit before any token, the busiest first, or the share asked for; at least the window."""
     ladder = PagedOptions().ladders([Version.of("mxfp4"), Version.of("w2", 64)])[0]
     assert [str(x) for x in ladder] == ["mxfp4", "stored"]
@@ -249,7 +244,7 @@ def test_a_version_without_coded_bytes_stays_as_far_as_it_fits() -> None:
         policy.decide(reached(0, range(EXPERTS), 2000, [wanted.get((0, e), 1) for e in range(EXPERTS)]))
 
 
-def test_what_a_layer_needs_is_decoded_by_a_policy_that_began_amid_passes() -> None:
+def test_what_a_layer_needs_is_decoded_by_a_policy_that_began_amid_passes():
     """As after an interruption: what passes decoded is not also counted as staying, of which no pass takes care."""
     window = 2 * EXPERTS * WHOLE
     rooms = (window + LAYERS * EXPERTS * WHOLE, window + 800, window)
@@ -262,7 +257,7 @@ def test_what_a_layer_needs_is_decoded_by_a_policy_that_began_amid_passes() -> N
             for layer in range(LAYERS):
                 size = int(rng.choice((1, 2, 8))) if turn else EXPERTS
                 used = rng.choice(EXPERTS, size, replace=False).tolist()
-                answer: Any = policy.decide(reached(layer, used, room, at[layer]))
+                answer = policy.decide(reached(layer, used, room, at[layer]))
                 for (p, e), placement in (answer | answer.beside).items():
                     at[p][e] = placement
                 assert all(at[layer][e] == DECODED for e in used)
@@ -273,7 +268,7 @@ def test_what_a_layer_needs_is_decoded_by_a_policy_that_began_amid_passes() -> N
 # --- what users write
 
 
-def test_options_and_ladders() -> None:
+def test_options_and_ladders():
     policy = parse_policy("paged:alpha=0.5,theta=0.8,interval=0.1,stagger=no", True)
     assert policy.options == PagedOptions(alpha=0.5, theta=0.8, interval=0.1, stagger="no")
     assert [str(x) for x in policy.options.ladders(VERSIONS)[0]] == ["bf16", "bf16@packed", "stored"]
@@ -285,7 +280,7 @@ def test_options_and_ladders() -> None:
         PagedOptions().ladders(VERSIONS[1:])
 
 
-def test_placements_by_name() -> None:
+def test_placements_by_name():
     released = [Version.of("mxfp4"), Version.of("w2", 64)]
     assert str(read_placement("bf16@packed", VERSIONS)) == "bf16@packed"
     for name in ("mxfp4@packed", "w2@stored"):

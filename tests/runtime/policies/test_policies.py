@@ -1,13 +1,9 @@
 """Policies that change versions, and what fits a budget: pure code, numbers in and decisions out."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +23,12 @@ VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf1
 
 
 def setting(
-    experts: list[int],
-    sizes: tuple[int, ...] = (2, 1),
-    traffic: list[list[float]] | None = None,
-    losses: list[list[list[float]]] | None = None,
-    most: list[list[int]] | None = None,
-) -> Setting:
+    experts,
+    sizes=(2, 1),
+    traffic=None,
+    losses=None,
+    most=None,
+):
     """Experts of equal sizes in every layer; without losses each placement down loses one more."""
     ladder = tuple(Placement(VERSIONS[i]) for i in range(len(sizes)))
     falling = [[[float(v) for v in range(len(sizes))]] * n for n in experts]
@@ -42,20 +38,20 @@ def setting(
     )  # fmt: skip
 
 
-def passed(time: float, counts: list[list[int]], capacity: list[int]) -> Interval:
+def passed(time, counts, capacity):
     return Interval(time, capacity, [np.array(row, np.int64) for row in counts])
 
 
-def counting(**options: Any) -> HotnessOptions:
+def counting(**options):
     """No prior: scores are of what is counted alone."""
     return HotnessOptions(**{"prior": "none", "interval": 1.0, **options})
 
 
-def lists(rows: Any) -> list[list[float]]:
+def lists(rows):
     return [row.tolist() for row in rows]
 
 
-def test_scores_are_the_papers_average() -> None:
+def test_scores_are_the_papers_average():
     policy = Hotness(setting([3]), counting(alpha=0.75))
     assert policy.decide(passed(0.0, [[8, 0, 4]], [1])) is None
     assert policy.decide(passed(0.5, [[0, 4, 0]], [1])) is None, "counted, not yet decided"
@@ -65,7 +61,7 @@ def test_scores_are_the_papers_average() -> None:
     assert lists(policy.heat.scores) == [[1.5, 0.75, 2.75]]
 
 
-def test_an_interval_without_tokens_changes_nothing() -> None:
+def test_an_interval_without_tokens_changes_nothing():
     policy = Hotness(setting([2]), counting())
     policy.decide(passed(0.0, [[1, 0]], [1]))
     assert policy.decide(passed(1.0, [[1, 0]], [1])) == {(0, 0): 0}
@@ -73,7 +69,7 @@ def test_an_interval_without_tokens_changes_nothing() -> None:
     assert policy.heat.scores[0][0] == 1.0
 
 
-def test_less_room_is_seen_at_once() -> None:
+def test_less_room_is_seen_at_once():
     policy = Hotness(setting([3]), counting())
     policy.decide(passed(0.0, [[5, 3, 1]], [2]))
     assert policy.decide(passed(1.0, [[5, 3, 1]], [2])) == {(0, 0): 0, (0, 1): 0}
@@ -81,14 +77,14 @@ def test_less_room_is_seen_at_once() -> None:
     assert policy.decide(passed(1.2, [[0, 0, 0]], [1])) is None, "as before"
 
 
-def top(scores: list[float], held: list[int], room: int, margin: float, slack: int) -> list[int]:
+def top(scores, held, room, margin, slack):
     """The experts at the higher of two versions, which take a byte more."""
     ladder = Ladder([2, 1], np.array([[0.0, 1.0]] * len(scores)), 1)
     before = np.array([0 if e in held else 1 for e in range(len(scores))])
     return np.flatnonzero(ladder.fill(np.array(scores, float), room, before, margin, slack) == 0).tolist()
 
 
-def test_margin_and_slack_hold_experts() -> None:
+def test_margin_and_slack_hold_experts():
     assert top([10, 9, 8, 0], [], 2, 0.1, 0) == [0, 1]
     assert top([10, 9, 8, 0], [2], 2, 0.2, 0) == [0, 2], "an incumbent with a free place beside it"
     assert top([10, 9, 8.5, 0], [2, 0], 2, 0.1, 0) == [0, 2], "9 is not 10 % above 8.5"
@@ -99,7 +95,7 @@ def test_margin_and_slack_hold_experts() -> None:
     assert top([0, 0, 0], [], 2, 0.1, 0) == [], "nobody asked for them"
 
 
-def test_top_n_without_hysteresis_is_top_n() -> None:
+def test_top_n_without_hysteresis_is_top_n():
     rng = random.Random(0)
     for _ in range(200):
         scores = [rng.random() for _ in range(8)]
@@ -107,7 +103,7 @@ def test_top_n_without_hysteresis_is_top_n() -> None:
         assert top(scores, rng.sample(range(8), 3), 3, 0.0, 0) == sorted(want)
 
 
-def test_hysteresis_lessens_churn() -> None:
+def test_hysteresis_lessens_churn():
     """Two experts that take turns in being a little hotter: with a margin nothing moves."""
     moves = {}
     for margin in (0.0, 0.3):
@@ -121,13 +117,13 @@ def test_hysteresis_lessens_churn() -> None:
     assert moves == {0.0: 18, 0.3: 0}
 
 
-def test_what_a_byte_saves_decides() -> None:
+def test_what_a_byte_saves_decides():
     """Three versions of 8, 4 and 2 bytes: the first upgrade of many comes before the second of a few."""
     losses = [[[0.0, 1.0, 9.0]] * 3 + [[0.0, 2.0, 2.5]]]
     policy = Hotness(setting([4], (8, 4, 2), losses=losses), counting(margin=0, slack=0))
     assert policy.decide(passed(0.0, [[4, 2, 1, 8]], [6])) is None
 
-    def at(room: int) -> list[int]:
+    def at(room):
         policy.decide(passed(1.0, [[4, 2, 1, 8]], [room]))
         return policy.placements[0].tolist()
 
@@ -138,7 +134,7 @@ def test_what_a_byte_saves_decides() -> None:
     assert want == {(0, 0): 1, (0, 1): 1} and list(want) == [(0, 0), (0, 1)], "those worth most a byte first"
 
 
-def best(sizes: list[int], values: list[list[float]], room: int, base: int) -> float:
+def best(sizes, values, room, base):
     """The least loss there is, by trying everything."""
     least = math.inf
     for chosen in itertools.product(range(len(sizes)), repeat=len(values)):
@@ -147,7 +143,7 @@ def best(sizes: list[int], values: list[list[float]], room: int, base: int) -> f
     return least
 
 
-def test_a_ladder_is_near_the_best_there_is() -> None:
+def test_a_ladder_is_near_the_best_there_is():
     """Greedy on the hull is within one upgrade of the optimum, fits, and never lowers what costs nothing."""
     rng, sizes = np.random.default_rng(0), [9, 5, 3, 2]
     for _ in range(60):
@@ -162,7 +158,7 @@ def test_a_ladder_is_near_the_best_there_is() -> None:
         assert ladder.loss(scores, everything) == pytest.approx(best(sizes, values, 28, 3))
 
 
-def test_memory_that_is_not_shared_limits_each_placement() -> None:
+def test_memory_that_is_not_shared_limits_each_placement():
     ladder = Ladder([8, 4, 2], np.array([[0.0, 1.0, 9.0]] * 4), 2)
     scores = np.array([4.0, 3.0, 2.0, 1.0])
     assert ladder.fill(scores, 100).tolist() == [0, 0, 0, 0]
@@ -170,10 +166,10 @@ def test_memory_that_is_not_shared_limits_each_placement() -> None:
     assert ladder.fill(scores, 5, most=[1, 2, 9]).tolist() == [1, 1, 2, 2]
 
 
-def test_recent_keeps_what_was_used_last() -> None:
+def test_recent_keeps_what_was_used_last():
     cache = Recent(setting([3, 2]))
 
-    def reached(layer: int, counts: list[int]) -> dict[tuple[int, int], int]:
+    def reached(layer, counts):
         wanted = cache.decide(LayerReached(0.0, [1, 2], layer, np.array(counts)))
         assert isinstance(wanted, Changes)
         return dict(wanted)
@@ -183,7 +179,7 @@ def test_recent_keeps_what_was_used_last() -> None:
     assert reached(0, [5, 6, 7]) == {(0, 2): 0, (0, 1): 0, (0, 0): 0, (1, 0): 1, (1, 1): 1}
 
 
-def test_rooms_fit_and_are_even() -> None:
+def test_rooms_fit_and_are_even():
     assert even_room([10, 10], [4, 4], 55) == [3, 2]
     assert even_room([10, 20], [4, 4], 1000) == [4, 4]
     assert even_room([10, 10], [4, 4], -5) == [0, 0]
@@ -204,12 +200,12 @@ def test_rooms_fit_and_are_even() -> None:
         assert sum(bytes_by_loss(ladders, [[1.0] * n for n in experts], room)) <= room
 
 
-def test_room_goes_where_losses_fall_slowly() -> None:
+def test_room_goes_where_losses_fall_slowly():
     ladders = [Ladder([1, 0], np.array([[0.0, g] for g in row]), 1) for row in ([9, 8, 7, 1], [5, 1, 1, 1])]
     assert bytes_by_loss(ladders, [[1.0] * 4, [1.0] * 4], 4) == [3, 1]
 
 
-def test_a_prior_counts_as_an_interval_before_the_first() -> None:
+def test_a_prior_counts_as_an_interval_before_the_first():
     options = HotnessOptions(interval=1.0, margin=0, slack=0, anchor=0)
     policy = Hotness(setting([3], traffic=[[3000, 1000, 0]]), options)
     assert policy.decide(passed(0.0, [[0, 0, 0]], [1])) == {(0, 0): 0}, "before any token"
@@ -219,7 +215,7 @@ def test_a_prior_counts_as_an_interval_before_the_first() -> None:
     assert lists(policy.heat.scores) == [[0.75, 0.5, 2.75]]
 
 
-def test_a_prior_goes_on_to_weigh_in() -> None:
+def test_a_prior_goes_on_to_weigh_in():
     options = HotnessOptions(interval=1.0, alpha=0.0, margin=0, slack=0, anchor=0.5)
     policy = Hotness(setting([3], traffic=[[4, 3, 3]]), options)
     policy.decide(passed(0.0, [[0, 0, 0]], [1]))
@@ -229,7 +225,7 @@ def test_a_prior_goes_on_to_weigh_in() -> None:
     assert policy.decide(passed(3.0, [[4, 5, 1]], [1])) == {(0, 1): 0}, "5 and 1.5 against 4 and 2"
 
 
-def test_experts_are_ranked_by_what_they_save() -> None:
+def test_experts_are_ranked_by_what_they_save():
     losses = [[[0.0, 0.1], [0.0, 1.0], [0.0, 1.0]]]
     for score, expert in (("loss", 1), ("counts", 0)):
         policy = Hotness(setting([3], losses=losses), counting(score=score))
@@ -277,15 +273,15 @@ def test_experts_are_ranked_by_what_they_save() -> None:
         ("random:seed=-1", "seed=NUMBER"),
     ],
 )
-def test_options_are_checked(text: str, word: str) -> None:
+def test_options_are_checked(text, word):
     with pytest.raises(InputError, match=word):
         parse_policy(text)
 
 
-def test_below_the_lowest_version_experts_may_be_absent() -> None:
+def test_below_the_lowest_version_experts_may_be_absent():
     """Nobody waits for one that is absent: its tokens are counted, and it comes at the next decision."""
 
-    def ladders(text: str) -> list[tuple[str, ...]]:
+    def ladders(text):
         return [tuple(map(str, found)) for found in parse_policy(f"hotness:{text}").options.ladders(VERSIONS)]
 
     assert ladders("lo=absent") == [("bf16", "w4", "w2", "absent"), ("w4", "w2", "absent"), ("w2", "absent")]
@@ -303,7 +299,7 @@ def test_below_the_lowest_version_experts_may_be_absent() -> None:
     assert policy.decide(passed(2.0, [[9, 0, 5]], [3])) == {(0, 0): 0, (0, 2): 1}
 
 
-def test_traces_are_read_back(tmp_path: Path) -> None:
+def test_traces_are_read_back(tmp_path):
     writer = TraceWriter(tmp_path / "t.jsonl", "static", [(2, 3)], ["bf16", "w2"])
     records = [Record(i, i / 2, [[0, 1, 1]], [[i, 0, 2]], 0, 0, 0, 5, 6, 7, 8) for i in range(1, 5)]
     for record in records:
@@ -314,7 +310,7 @@ def test_traces_are_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "cut", "counts"])
-def test_a_trace_that_is_none(tmp_path: Path, damage: str) -> None:
+def test_a_trace_that_is_none(tmp_path, damage):
     path = tmp_path / "t.jsonl"
     writer = TraceWriter(path, "static", [(2, 3)], ["bf16"])
     writer.write(Record(1, 0.0, [[0, 0, 0]], [[1, 2] if damage == "counts" else [1, 2, 3]], 0, 0, 0, 0, 0, 0, 0))

@@ -1,10 +1,6 @@
 """`prefill` and `random`: pure code, numbers in and decisions out."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ from moepack.runtime.policies.contract import (
 from moepack.runtime.policies.maps import uniform_map
 from moepack.runtime.policies.prefill import Prefill, PrefillOptions
 from moepack.runtime.policies.random_map import random_map
-from moepack.runtime.policies.reducers import GATES, Floats, Reducer
+from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.policies.registry import parse_policy
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))
@@ -31,9 +27,7 @@ FALLING = [0.0, 1.0, 2.0, 4.0, 8.0]  # what a token loses at each placement
 SIZE = 10  # bytes of an expert on the device
 
 
-def policy(
-    experts: list[int], traffic: list[list[float]] | None = None, most: list[list[int]] | None = None, **options: Any
-) -> Prefill:
+def policy(experts, traffic=None, most=None, **options):
     chosen = PrefillOptions(**options)
     (ladder,) = chosen.ladders(VERSIONS)
     sizes = [[SIZE] + [0] * (len(ladder) - 1)] * len(experts)
@@ -41,28 +35,28 @@ def policy(
     return Prefill(Setting(experts, ladder, sizes, traffic or [[1.0] * n for n in experts], losses, most), chosen)
 
 
-def by_gates(rows: list[list[float]]) -> dict[Reducer, list[Floats]]:
+def by_gates(rows):
     return {GATES: [np.array(row, float) for row in rows]}
 
 
-def read(sequence: int, counts: list[list[int]], gates: list[list[float]] | None = None) -> PrefillEnded:
+def read(sequence, counts, gates=None):
     sums = counts if gates is None else gates
     return PrefillEnded(0.0, [], [np.array(row) for row in counts], by_gates(sums), sequence)
 
 
-def begins(sequence: int, capacity: list[int]) -> DecodingBegan:
+def begins(sequence, capacity):
     return DecodingBegan(0.0, capacity, sequence)
 
 
-def passed(capacity: list[int], experts: list[int]) -> Interval:
+def passed(capacity, experts):
     return Interval(0.0, capacity, [np.zeros(n, np.int64) for n in experts])
 
 
-def started(made: Prefill, capacity: list[int]) -> Any:
+def started(made, capacity):
     return made.decide(passed(capacity, list(made._setting.experts)))
 
 
-def test_the_importance_is_the_papers() -> None:
+def test_the_importance_is_the_papers():
     """S = alpha P / sum P + (1 - alpha) W / sum W, chunks added up before: by hand."""
     made = policy([3], alpha=0.25, k=1)
     started(made, [SIZE])
@@ -74,7 +68,7 @@ def test_the_importance_is_the_papers() -> None:
     assert wanted[0, 1] == 0 and next(iter(wanted)) == (0, 1)
 
 
-def test_the_rest_gets_widths_that_fall_with_importance() -> None:
+def test_the_rest_gets_widths_that_fall_with_importance():
     """Four experts at 2.5 bits have six increments: 3, 3, 2, 2 bits gain 20 of 32; 4, 3, 2, 1 gain 17."""
     made = policy([6], bits=2.5, alpha=1.0)
     started(made, [2 * SIZE])
@@ -87,7 +81,7 @@ def test_the_rest_gets_widths_that_fall_with_importance() -> None:
         assert started(alike, [99]) == {(0, e): number for e in range(6)}, "the base is named too"
 
 
-def test_layers_are_placed_each_by_itself() -> None:
+def test_layers_are_placed_each_by_itself():
     made = policy([2, 3], k=1, bits=2.0)
     started(made, [SIZE, SIZE])
     made.decide(read(1, [[1, 9], [5, 1, 1]]))
@@ -95,7 +89,7 @@ def test_layers_are_placed_each_by_itself() -> None:
     assert sum(to == 0 for to in started(policy([2, 3]), [SIZE, 0]).values()) == 1
 
 
-def test_k_is_what_fits() -> None:
+def test_k_is_what_fits():
     for k, capacity, most, high in (
         (-1, 35, None, 3), (2, 35, None, 2), (9, 35, None, 3), (-1, 0, None, 0), (-1, 99, None, 4), (-1, -5, None, 0),
         (-1, 35, [[1, 9, 9, 9, 9]], 1),
@@ -104,7 +98,7 @@ def test_k_is_what_fits() -> None:
         assert Counter(started(made, [capacity]).values())[0] == high
 
 
-def test_before_any_sequence_calibration_decides() -> None:
+def test_before_any_sequence_calibration_decides():
     made = policy([4], traffic=[[1.0, 8.0, 2.0, 4.0]], k=2)
     assert {key for key, to in started(made, [99]).items() if not to} == {(0, 1), (0, 3)}
     made.decide(read(1, [[0, 0, 3, 0]]))
@@ -112,7 +106,7 @@ def test_before_any_sequence_calibration_decides() -> None:
     assert [key for key, to in wanted.items() if not to] == [(0, 2), (0, 1)], "of experts without a token too"
 
 
-def test_one_migration_a_sequence() -> None:
+def test_one_migration_a_sequence():
     """However many chunks and steps: nothing is wanted but when decoding begins, whatever is counted meanwhile."""
     made = policy([3], k=1)
     started(made, [SIZE])
@@ -127,7 +121,7 @@ def test_one_migration_a_sequence() -> None:
     assert made.decide(SequenceEnded(0.0, [SIZE], 1)) is None
 
 
-def test_sequences_are_merged_each_alike() -> None:
+def test_sequences_are_merged_each_alike():
     """The mean of the S of those that decode: a prompt of a thousand tokens weighs as much as one of ten."""
     made = policy([3], k=1, alpha=1.0)
     started(made, [SIZE])
@@ -142,7 +136,7 @@ def test_sequences_are_merged_each_alike() -> None:
     assert [made.worth((0, e)) for e in range(3)] == pytest.approx([0, 0.25, 0.75]), "of those that live"
 
 
-def test_a_pass_without_decoding_places_for_those_after_it() -> None:
+def test_a_pass_without_decoding_places_for_those_after_it():
     made = policy([3], k=1)
     started(made, [SIZE])
     made.decide(read(1, [[0, 0, 7]]))
@@ -155,7 +149,7 @@ def test_a_pass_without_decoding_places_for_those_after_it() -> None:
     assert not made._sequences.keys() - {2}
 
 
-def test_a_budget_that_shrinks_lessens_k_at_once() -> None:
+def test_a_budget_that_shrinks_lessens_k_at_once():
     made = policy([4], traffic=[[4.0, 3.0, 2.0, 1.0]], bits=2.0)
     assert Counter(started(made, [3 * SIZE]).values())[0] == 3
     assert made.decide(passed([3 * SIZE - 1], [4])) == {(0, 0): 0, (0, 1): 0, (0, 2): 3, (0, 3): 3}
@@ -165,7 +159,7 @@ def test_a_budget_that_shrinks_lessens_k_at_once() -> None:
     assert Counter(made.decide(begins(1, [4 * SIZE])).values()) == {0: 4}
 
 
-def test_widths_that_are_not_here_are_refused() -> None:
+def test_widths_that_are_not_here_are_refused():
     few = VERSIONS[:2] + VERSIONS[3:4]  # bf16, w4, w2
     (ladder,) = PrefillOptions().ladders(few)
     assert [str(p) for p in ladder] == ["bf16", "w4@host", "w2@host"]
@@ -183,7 +177,7 @@ def test_widths_that_are_not_here_are_refused() -> None:
     assert str(parse_policy("prefill:bits=2,k=4")) == "prefill:bits=2,k=4"
 
 
-def test_random_has_the_bytes_of_uniform(bundle: Path) -> None:
+def test_random_has_the_bytes_of_uniform(bundle):
     """In every layer as many experts of each version, others of them; a seed draws the same again."""
     opened = open_bundle(bundle)
     sizes = {v.name: v.resident_size(opened.layers[0].matrices) for v in opened.versions}

@@ -1,10 +1,6 @@
 """A policy is one file and one line: those in docs/extending/policy.md are added here, word by word, and serve."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -26,16 +22,16 @@ VERSIONS = tuple(Version.of(name, 64) for name in ("w4", "w3", "w2"))
 
 
 @pytest.fixture
-def tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def tiers(tmp_path, monkeypatch):
     return added("tiers", 0, tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def certain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def certain(tmp_path, monkeypatch):
     return added("certain", 1, tmp_path, monkeypatch)
 
 
-def added(name: str, block: int, where: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def added(name, block, where, monkeypatch):
     """A documented file, as a module beside the others, and the documented line."""
     module = documented("policy", f"moepack.runtime.policies.{name}", where, block)
     document = (ROOT / "docs" / "extending" / "policy.md").read_text()
@@ -45,7 +41,7 @@ def added(name: str, block: int, where: Path, monkeypatch: pytest.MonkeyPatch) -
     return module
 
 
-def test_quarters_by_rank_as_long_as_there_is_room(tiers: ModuleType) -> None:
+def test_quarters_by_rank_as_long_as_there_is_room(tiers):
     ladder = tiers.TiersOptions().ladders(VERSIONS)[0]
     assert [str(placement) for placement in ladder] == ["w4", "w3", "w2", "w2@host", "absent"]
     with pytest.raises(InputError, match="has no 'w2': here are w4, w3"):
@@ -59,7 +55,7 @@ def test_quarters_by_rank_as_long_as_there_is_room(tiers: ModuleType) -> None:
     assert policy.decide(PrefillEnded(0.0, [9], [np.array([0, 0, 1, 0])])) == wanted
 
 
-def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
+def test_one_file_and_one_line_serve(tiers, bundle):
     """Three versions on the device, one on the host and absent experts in one layer; and what is computed is theirs."""
     assert str(parse_policy("tiers")) == "tiers" and "tiers[:KEY=VALUE,...]" in registry.usages(in_budget=True)
     with pytest.raises(InputError, match="policy tiers:speed=1: option 'speed' is unknown: there are rate"):
@@ -96,7 +92,7 @@ def test_one_file_and_one_line_serve(tiers: ModuleType, bundle: Path) -> None:
     assert model.moepack.counters()["forward_waits"] == 0
 
 
-def test_the_less_doubt_the_higher_the_precision(certain: ModuleType) -> None:
+def test_the_less_doubt_the_higher_the_precision(certain):
     """Tokens of experts 2, 0 and 3 were routed with 0.1, 0.5 and 0.9 nats each; there is room for two versions."""
     ladder = certain.CertainOptions(hi="w4", lo="w2").ladders(VERSIONS)[0]
     policy = certain.Certain(Setting([4], ladder, [(4, 3, 2)], [], []), certain.CertainOptions())
@@ -106,12 +102,12 @@ def test_the_less_doubt_the_higher_the_precision(certain: ModuleType) -> None:
     assert policy.worth((0, 2)) > policy.worth((0, 0)) > policy.worth((0, 3))
 
 
-def test_a_policys_own_statistic_is_added_up_where_the_router_is(certain: ModuleType, bundle: Path) -> None:
+def test_a_policys_own_statistic_is_added_up_where_the_router_is(certain, bundle):
     """The entropy of prompts with padding and of decoding, by torch's own distribution; none of it is any other's."""
     model = load(bundle, "certain:hi=w4,lo=w2", room=100_000)
     policy = model.moepack.manager.policy
     assert set(policy.needs.sums) == {certain.ENTROPY} == set(model.moepack.manager.statistics._take().sums)
-    told: list[torch.Tensor] = []
+    told = []
     for layer in model.model.layers:
         layer.mlp.gate.register_forward_hook(lambda gate, given, out: told.append(out[0].reshape(-1, 16)))
         layer.mlp.experts.register_forward_pre_hook(lambda module, given: told.append(given[1]))

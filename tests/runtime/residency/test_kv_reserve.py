@@ -1,12 +1,8 @@
 """Who waits for room, for what and for how long: with caches of one byte a token, and no model."""
 
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,15 +23,15 @@ MOST = 1000  # bytes for caches, and so tokens; a token takes one more of activa
 class Cache:
     """Of one byte a token."""
 
-    def __init__(self, tokens: int = 0) -> None:
+    def __init__(self, tokens=0):
         self.held = torch.empty(tokens, dtype=torch.uint8)
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self):
         return len(self.held)
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> KvBudget:
+def watch(monkeypatch):
     monkeypatch.setattr(kv_reserve, "PATIENCE", 1.0)
     monkeypatch.setattr(kv_reserve, "LINGER", 0.0)
     monkeypatch.setattr(kv_reserve, "STEP", 1)
@@ -45,7 +41,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> KvBudget:
     return KvBudget(config, needs, FreeReserve(BudgetTracker(MOST, 0)), MOST)
 
 
-def run(watch: KvBudget, tokens: int, cache: Cache | None = None, inside: Callable[[], Any] = lambda: None) -> Cache:
+def run(watch, tokens, cache=None, inside=lambda: None):
     """A pass of so many tokens; what it leaves."""
     with watch.room({"input_ids": torch.zeros(1, tokens), "past_key_values": cache}) as done:
         inside()
@@ -55,7 +51,7 @@ def run(watch: KvBudget, tokens: int, cache: Cache | None = None, inside: Callab
     return left
 
 
-def made(watch: KvBudget, tokens: int) -> Cache:
+def made(watch, tokens):
     """A cache of so many tokens, by passes whose activations are held back."""
     cache = Cache()
     for _ in range(0, tokens, 10):
@@ -63,7 +59,7 @@ def made(watch: KvBudget, tokens: int) -> Cache:
     return cache
 
 
-def bare(watch: KvBudget, tokens: int = 5, inside: Callable[[], Any] = lambda: None) -> None:
+def bare(watch, tokens=5, inside=lambda: None):
     """A pass without a cache."""
     with watch.room({"input_ids": torch.zeros(1, tokens), "use_cache": False}):
         inside()
@@ -72,12 +68,12 @@ def bare(watch: KvBudget, tokens: int = 5, inside: Callable[[], Any] = lambda: N
 class Beside(threading.Thread):
     """What runs meanwhile; `end` waits for it and says what it raised and how long it took."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work):
         super().__init__(daemon=True)
         self._work, self.error, self.seconds = work, None, 0.0
         self.start()
 
-    def run(self) -> None:
+    def run(self):
         began = time.monotonic()
         try:
             self._work()
@@ -85,20 +81,20 @@ class Beside(threading.Thread):
             self.error = error.with_traceback(None)  # whose frames would hold a cache
         self.seconds = time.monotonic() - began
 
-    def end(self) -> BaseException | None:
+    def end(self):
         self.join(PATIENCE)
         assert not self.is_alive()
         return self.error
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch):
     """Nobody is refused for having waited too long."""
     monkeypatch.setattr(kv_reserve, "PATIENCE", float(PATIENCE))
 
 
 @pytest.fixture
-def somebody() -> Iterator[None]:
+def somebody():
     """Another thread, which might let a cache go."""
     end = threading.Event()
     other = Beside(end.wait)
@@ -107,7 +103,7 @@ def somebody() -> Iterator[None]:
     other.end()
 
 
-def test_a_cache_that_became_smaller_outside_a_pass_is_counted_again(watch: KvBudget) -> None:
+def test_a_cache_that_became_smaller_outside_a_pass_is_counted_again(watch):
     cache = made(watch, 600)
     cache.held = cache.held[:100].clone()
     assert watch.used == 600
@@ -118,7 +114,7 @@ def test_a_cache_that_became_smaller_outside_a_pass_is_counted_again(watch: KvBu
     made(watch, 800)
 
 
-def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvBudget) -> None:
+def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch):
     gate = threading.Event()
     other = Beside(lambda: run(watch, 10, inside=gate.wait))
     wait_for(lambda: bool(watch._passes))
@@ -130,7 +126,7 @@ def test_what_never_fits_is_refused_at_once_and_holds_up_nobody(watch: KvBudget)
     assert other.end() is None
 
 
-def test_what_fits_passes_one_that_cannot_run_now(watch: KvBudget, somebody: None, patient: None) -> None:
+def test_what_fits_passes_one_that_cannot_run_now(watch, somebody, patient):
     held = made(watch, 600)
     large = Beside(lambda: run(watch, 450))
     wait_for(lambda: len(watch._queue.waiting) >= 1)
@@ -141,19 +137,19 @@ def test_what_fits_passes_one_that_cannot_run_now(watch: KvBudget, somebody: Non
     assert large.end() is None
 
 
-def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_pass_does_not_starve_behind_small_ones(watch, monkeypatch):
     """Two threads whose passes overlap all the time: each ends once the next has begun, or cannot begin."""
     monkeypatch.setattr(kv_reserve, "PATIENCE", 8.0)  # half of it passes before the large one goes first
     stop, begun, passes = threading.Event(), threading.Condition(), [0]
 
-    def until_the_next_began() -> None:
+    def until_the_next_began():
         with begun:
             passes[0] += 1
             mine = passes[0]
             begun.notify_all()
             begun.wait_for(lambda: passes[0] > mine, 0.25)
 
-    def small() -> None:
+    def small():
         while not stop.is_set():
             bare(watch, 150, inside=until_the_next_began)
 
@@ -166,7 +162,7 @@ def test_a_large_pass_does_not_starve_behind_small_ones(watch: KvBudget, monkeyp
     assert [other.end() for other in others] == [None, None]
 
 
-def test_a_wait_that_was_in_vain_says_what_for(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_was_in_vain_says_what_for(watch, monkeypatch):
     """Bytes that could be reserved, and never are: experts that do not leave."""
     monkeypatch.setattr(FreeReserve, "grow", lambda self, size: False)
     with pytest.raises(InputError, match="over 8 tokens of 1 sequence waited 1 s for experts or other passes"):
@@ -174,11 +170,11 @@ def test_a_wait_that_was_in_vain_says_what_for(watch: KvBudget, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvBudget, inside: bool, patient: None) -> None:
+def test_a_prompt_waits_for_a_generation_that_goes_on(watch, inside, patient):
     """Whether it comes while a token is decoded or between two: the tokens do not wait for it, and it waits."""
     began, prompts = threading.Event(), []
 
-    def generate() -> None:
+    def generate():
         cache = made(watch, 600)
         began.set()
         for _ in range(10):
@@ -193,11 +189,11 @@ def test_a_prompt_waits_for_a_generation_that_goes_on(watch: KvBudget, inside: b
     assert prompts[0].end() is None and watch.waits == 1
 
 
-def test_two_generations_that_wait_for_each_other(watch: KvBudget, patient: None) -> None:
+def test_two_generations_that_wait_for_each_other(watch, patient):
     """The one that closes the circle is refused at once, and the other goes on."""
     both = threading.Barrier(2, timeout=PATIENCE)
 
-    def generate(after: int) -> None:
+    def generate(after):
         cache = made(watch, 400)
         both.wait()
         wait_for(lambda: len(watch._queue.waiting) >= after)
@@ -207,7 +203,7 @@ def test_two_generations_that_wait_for_each_other(watch: KvBudget, patient: None
     assert one.end() is None and isinstance(two.end(), InputError)
 
 
-def test_who_is_alone_is_refused_at_once(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_alone_is_refused_at_once(watch, monkeypatch):
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
     held = made(watch, 600)
     with pytest.raises(InputError, match="other caches"):
@@ -215,7 +211,7 @@ def test_who_is_alone_is_refused_at_once(watch: KvBudget, monkeypatch: pytest.Mo
     assert not watch.waits and len(held.held) == 600
 
 
-def test_those_that_wait_sleep_until_something_happens(watch: KvBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_that_wait_sleep_until_something_happens(watch, monkeypatch):
     monkeypatch.setattr(kv_reserve, "PATIENCE", float(PATIENCE))
     monkeypatch.setattr(kv_reserve, "LOOK", (20.0, 20.0))
     gate = threading.Event()

@@ -1,15 +1,11 @@
 """Serving in a budget with versions that change, on a real bundle, real threads and the CPU as the device."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import random
 import time
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +21,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import migration
 from moepack.runtime.planning.options import LoadOptions
-from moepack.runtime.planning.plan import Plan, make_plan
+from moepack.runtime.planning.plan import make_plan
 from moepack.runtime.policies.hotness import HotnessOptions
 from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.store import files as store_module
@@ -34,7 +30,7 @@ from moepack.runtime.trace import read_trace
 SECONDS = float(os.environ.get("MOEPACK_STRESS_SECONDS", "5"))
 
 
-def test_the_hot_experts_are_promoted_in_the_budget(bundle: Path) -> None:
+def test_the_hot_experts_are_promoted_in_the_budget(bundle):
     model = load(bundle)
     live = model.moepack.manager
     assert model.moepack.versions == (("w2",) * 16,) * 4 and check_exact(model, bundle) == 0
@@ -48,7 +44,7 @@ def test_the_hot_experts_are_promoted_in_the_budget(bundle: Path) -> None:
     assert model.moepack.resident_bytes_peak <= live.plan.budget
 
 
-def test_too_small_a_budget_is_refused_with_the_least(bundle: Path) -> None:
+def test_too_small_a_budget_is_refused_with_the_least(bundle):
     policy = "hotness:hi=bf16,lo=w2,between=no"
     enough = least(bundle, policy)
     model = load(bundle, policy, enough)
@@ -67,11 +63,11 @@ def test_too_small_a_budget_is_refused_with_the_least(bundle: Path) -> None:
         load(bundle, "uniform", 1_000_000)
 
 
-def test_plans(bundle: Path) -> None:
+def test_plans(bundle):
     opened = open_bundle(bundle)
     dense = 1_000_000
 
-    def chosen(budget: int, **options: Any) -> tuple[str, str]:
+    def chosen(budget, **options):
         plan = make_plan(opened, HotnessOptions(**options), dense, budget)
         return str(plan.ladder[0]), str(plan.ladder[-1])
 
@@ -85,11 +81,11 @@ def test_plans(bundle: Path) -> None:
     assert sum(rooms(even)) == (3_000_000 - even.fixed - 70 * low) // (high - low), "a reserve of six"
 
 
-def test_layers_share_by_loss_where_their_losses_compare(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_by_loss_where_their_losses_compare(bundle, monkeypatch):
     """Evenly, unless the tables say how far every layer's losses reach the logits."""
     opened = open_bundle(bundle)
 
-    def made() -> Plan:
+    def made():
         return make_plan(opened, HotnessOptions(hi="bf16", lo="w2", between="no"), 1_000_000, 3_000_000)
 
     even = made()
@@ -102,7 +98,7 @@ def test_layers_share_by_loss_where_their_losses_compare(bundle: Path, monkeypat
     assert shared.capacity()[0] > shared.capacity()[-1], "the first layer's losses reach four times as far"
 
 
-def test_absent_experts_come_without_a_wait(bundle: Path) -> None:
+def test_absent_experts_come_without_a_wait(bundle):
     """`lo=absent`: what calibration rarely saw takes no memory and adds nothing, until its tokens come."""
     policy = "hotness:lo=absent,interval=0.02,rate=0,margin=0,slack=0,anchor=0"
     enough, of_w1 = least(bundle, policy), least(bundle, "hotness:hi=w2,lo=w1")
@@ -113,7 +109,7 @@ def test_absent_experts_come_without_a_wait(bundle: Path) -> None:
     before = model.moepack.versions
     assert all(0 < row.count("absent") < 16 for row in before)
 
-    def came_and_went() -> bool:
+    def came_and_went():
         moves = [pair for rows in zip(before, model.moepack.versions, strict=True) for pair in zip(*rows, strict=True)]
         moves = [(old, new) for old, new in moves if old != new]
         return any(old == "absent" for old, _ in moves) and any(new == "absent" for _, new in moves)
@@ -126,7 +122,7 @@ def test_absent_experts_come_without_a_wait(bundle: Path) -> None:
     check_exact(model, bundle)
 
 
-def test_a_growing_cache_lowers_experts_before_any_is_absent(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_cache_lowers_experts_before_any_is_absent(bundle, monkeypatch):
     """Until the policy has chosen anew, those above the lowest version go there; half of the bytes always stay."""
     policy = "hotness:lo=absent,interval=1e9,rate=0"
     model = load(bundle, policy, room=1_000_000)
@@ -150,7 +146,7 @@ def test_a_growing_cache_lowers_experts_before_any_is_absent(bundle: Path, monke
     model.moepack.close()
 
 
-def test_no_damaged_expert_is_left_out_in_silence(damaged: Path) -> None:
+def test_no_damaged_expert_is_left_out_in_silence(damaged):
     """`lo=absent`: a model with a bad version is refused as ever, not served without the expert."""
     enough = least(damaged, "hotness:lo=absent") + 2_000_000
     damage(damaged, "bf16", 0, range(16))
@@ -159,7 +155,7 @@ def test_no_damaged_expert_is_left_out_in_silence(damaged: Path) -> None:
         load(damaged, "hotness:lo=absent", enough)
 
 
-def test_the_prior_is_high_from_the_start(bundle: Path) -> None:
+def test_the_prior_is_high_from_the_start(bundle):
     """What was busy in calibration is loaded at the high version: before any token, and without a promotion."""
     model = load(bundle, FAST.replace("prior=none", "interval=1e9"))
     plan = model.moepack.manager.plan
@@ -172,10 +168,10 @@ def test_the_prior_is_high_from_the_start(bundle: Path) -> None:
     assert check_exact(model, bundle) == sum(rooms(plan)) and model.moepack.counters()["promotions"] == 0
 
 
-def test_a_high_version_that_is_damaged_is_loaded_low(damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_high_version_that_is_damaged_is_loaded_low(damaged, caplog):
     read = store_module.Stored.read_into
 
-    def failing(self: Any, *args: Any) -> None:
+    def failing(self, *args):
         if "layer-001" in self.where and "bf16" in self.where:
             raise OSError("planted")
         read(self, *args)
@@ -188,7 +184,7 @@ def test_a_high_version_that_is_damaged_is_loaded_low(damaged: Path, caplog: pyt
     assert model.moepack.counters()["transition_failures"] > 0 and caplog.text.count("planted") == 1
 
 
-def test_damage_and_loss_while_serving(damaged: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_and_loss_while_serving(damaged, caplog):
     """One layer's file is damaged, one is cut short, one vanishes: their experts stay, the others are promoted."""
     model = load(damaged, room=20_000_000)
     live = model.moepack.manager
@@ -208,7 +204,7 @@ def test_damage_and_loss_while_serving(damaged: Path, caplog: pytest.LogCaptureF
     assert any("digest" in m for m in messages) and any("not there" in m for m in messages)
 
 
-def test_no_limit_holds_up_what_leaves_for_the_kv_cache(bundle: Path) -> None:
+def test_no_limit_holds_up_what_leaves_for_the_kv_cache(bundle):
     """At 1 kB a second, of which each copy counts as four: a promotion under way and evictions end at once."""
     model = load(bundle)
     live = model.moepack.manager
@@ -221,7 +217,7 @@ def test_no_limit_holds_up_what_leaves_for_the_kv_cache(bundle: Path) -> None:
     model.moepack.close()
 
 
-def test_eval_counts_and_traces(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_eval_counts_and_traces(bundle, evaluation, tmp_path):
     trace = tmp_path / "trace.jsonl"
     arguments = ["eval", str(bundle), "--data", str(evaluation), "--policy", FAST, "--device-memory", "60MB"]
     arguments += ["--length", "64", "--samples", "160", "--trace", str(trace), "--json", "-q"]
@@ -239,7 +235,7 @@ def test_eval_counts_and_traces(bundle: Path, evaluation: Path, tmp_path: Path) 
     assert any(v == 0 for row in read.records[-1].active for v in row)
 
 
-def test_static_and_uniform_are_traced_too(bundle: Path, evaluation: Path, tmp_path: Path) -> None:
+def test_static_and_uniform_are_traced_too(bundle, evaluation, tmp_path):
     path = tmp_path / "t.jsonl"
     for policy in ("static:w4", "uniform"):
         given = LoadOptions(policy=policy, device_memory=60_000_000)
@@ -248,7 +244,7 @@ def test_static_and_uniform_are_traced_too(bundle: Path, evaluation: Path, tmp_p
         assert len(read_trace(path).records) == 1
 
 
-def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:
+def test_copies_keep_to_the_rate_and_are_cancelled(bundle):
     """A small copy counts as FLOOR bytes; one that is no longer wanted ends at its next chunk."""
     model = load(bundle, FAST.replace("0.02,rate=0", "1e9,rate=50"))
     live, keys = model.moepack.manager, [(0, e) for e in range(10)]
@@ -266,7 +262,7 @@ def test_copies_keep_to_the_rate_and_are_cancelled(bundle: Path) -> None:
     assert live.residency.counts.failures == 0
 
 
-def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_threads_with_delays_everywhere(bundle, monkeypatch):
     """Forward passes on two threads, a restless policy, failing reads and KV growth, with delays at every seam.
 
     MOEPACK_STRESS_SECONDS says for how long.
@@ -275,10 +271,10 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
     model = load(bundle)
     live, problems, stop = model.moepack.manager, [], time.monotonic() + SECONDS
 
-    def delayed(owner: Any, name: str, most: float = 0.002, failing: float = 0.0) -> None:
+    def delayed(owner, name, most=0.002, failing=0.0):
         original = getattr(owner, name)
 
-        def slow(*args: Any, **kwargs: Any) -> Any:
+        def slow(*args, **kwargs):
             time.sleep(random.random() * most)
             if random.random() < failing:
                 raise OSError("planted")
@@ -294,7 +290,7 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
     monkeypatch.setattr(live.transitions, "_retry", 0.05)
     monkeypatch.setattr(logging.getLogger("moepack.runtime"), "disabled", True)
 
-    def restless() -> None:
+    def restless():
         keys = list(live.residency.entries)
         while time.monotonic() < stop:
             chosen = random.sample(keys, random.randint(0, 45))
@@ -306,7 +302,7 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
                     live.transitions.shrink_kv(live.transitions.kv_bytes)
             time.sleep(random.random() * 0.05)
 
-    def serve() -> None:
+    def serve():
         rng = random.Random(1)
         while time.monotonic() < stop:
             with live.step() as step:
@@ -319,14 +315,14 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
                 problems.append("over the budget")
             time.sleep(rng.random() * 0.004)
 
-    def forward() -> None:
+    def forward():
         with torch.inference_mode():
             while time.monotonic() < stop:
                 if not torch.isfinite(model(ids(random.randint(0, 99), 8), use_cache=False).logits).all():
                     problems.append("not finite")
                 time.sleep(random.random() * 0.02)
 
-    def guarded(number: int) -> None:
+    def guarded(number):
         try:
             (restless, serve, forward)[number]()
         except BaseException as error:
@@ -343,6 +339,6 @@ def test_under_threads_with_delays_everywhere(bundle: Path, monkeypatch: pytest.
     check_exact(model, bundle)
 
 
-def _digest(handle: Any) -> int:
+def _digest(handle):
     """Cheap, and different for different bytes."""
     return int(handle.extent.view(torch.int64).sum())

@@ -1,10 +1,7 @@
 """Experts without a resident version: what a layer waits for, what is fetched ahead, and what happens when it fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ from tiny_models import FAMILIES, build_tiny
 import moepack
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
-from moepack.runtime.policies.contract import Changes, Key
+from moepack.runtime.policies.contract import Changes
 from moepack.runtime.residency.on_demand import OnDemandLoader
 from moepack.runtime.store.files import BackingStore
 
@@ -27,7 +24,7 @@ HOTTEST = "hotness:hi=w4,lo=stored,between=no,prefetch=yes"
 
 
 class Waits(WaitingSimulation):
-    def __init__(self, failing: tuple[Key, ...] = ()) -> None:
+    def __init__(self, failing=()):
         super().__init__(Kind(pages=(2, 1, 0), reserve=0, room=7, keeps_base=True))
         self.failing = failing
         self.demand = OnDemandLoader(
@@ -35,22 +32,22 @@ class Waits(WaitingSimulation):
             lambda key, version: f"layer {key[0]}, expert {key[1]}, version {version}",
         )  # fmt: skip
 
-    def fails(self, key: Key) -> bool:
+    def fails(self, key):
         return key in self.failing
 
-    def arrive(self) -> None:
+    def arrive(self):
         self.finish(0, failed=self.fails(self.jobs[0][1]))
 
-    def at(self) -> dict[Key, int]:
+    def at(self):
         return {key: e.active for key, e in self.residency.entries.items() if e.active != NONE}
 
 
-def moved(sim: Waits) -> list[int]:
+def moved(sim):
     m = sim.demand.moved
     return [m.demand_bytes, m.prefetch_bytes, m.prefetch_in_time, m.prefetch_late, m.prefetch_wasted]
 
 
-def test_what_was_cancelled_after_it_had_arrived_does_not_come() -> None:
+def test_what_was_cancelled_after_it_had_arrived_does_not_come():
     sim = Waits()
     sim.demand.reach(0, Changes({(0, 0): HIGH, (1, 0): HIGH, (1, 1): LOW}))
     sim.arrive()
@@ -61,7 +58,7 @@ def test_what_was_cancelled_after_it_had_arrived_does_not_come() -> None:
     sim.check()
 
 
-def test_a_layer_waits_for_its_own_and_not_for_what_is_ahead() -> None:
+def test_a_layer_waits_for_its_own_and_not_for_what_is_ahead():
     sim = Waits()
     sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): LOW, (1, 0): HIGH}))
     assert sim.at() == {(0, 0): HIGH, (0, 1): LOW} and sim.demand.waits == 2 and moved(sim) == [300, 0, 0, 0, 0]
@@ -75,7 +72,7 @@ def test_a_layer_waits_for_its_own_and_not_for_what_is_ahead() -> None:
     sim.check()
 
 
-def test_what_is_late_is_waited_for_and_what_is_not_needed_is_cancelled() -> None:
+def test_what_is_late_is_waited_for_and_what_is_not_needed_is_cancelled():
     sim = Waits()
     sim.demand.reach(0, Changes({(0, 0): HIGH, (1, 0): HIGH, (1, 1): LOW, (1, 2): LOW}))
     sim.demand.where(1)
@@ -90,7 +87,7 @@ def test_what_is_late_is_waited_for_and_what_is_not_needed_is_cancelled() -> Non
     sim.check()
 
 
-def test_what_arrives_and_is_not_needed_is_wasted() -> None:
+def test_what_arrives_and_is_not_needed_is_wasted():
     """Unneeded at its deadline; at another precision than is needed; or given up by a later answer."""
     sim = Waits()
     sim.demand.reach(0, Changes({(1, 0): LOW, (1, 1): LOW, (1, 2): LOW}))
@@ -105,7 +102,7 @@ def test_what_arrives_and_is_not_needed_is_wasted() -> None:
     sim.check()
 
 
-def test_a_whole_answer_names_all_that_stays() -> None:
+def test_a_whole_answer_names_all_that_stays():
     """Not only what changes: what is not named leaves, whether it is there or on its way."""
     sim = Waits()
     sim.demand.reach(0, {(0, 0): HIGH, (0, 1): LOW, (1, 0): LOW})
@@ -116,7 +113,7 @@ def test_a_whole_answer_names_all_that_stays() -> None:
     assert sim.at() == {(0, 1): LOW} and sim.residency.counts.cancelled == 1
 
 
-def test_room_that_a_cancelled_copy_still_has_is_waited_for() -> None:
+def test_room_that_a_cancelled_copy_still_has_is_waited_for():
     sim = Waits()
     sim.demand.reach(0, Changes({(1, 0): HIGH, (1, 1): HIGH, (1, 2): HIGH}))
     sim.demand.reach(0, Changes({(1, e): NONE for e in range(3)} | {(0, e): HIGH for e in range(3)}))
@@ -126,7 +123,7 @@ def test_room_that_a_cancelled_copy_still_has_is_waited_for() -> None:
     sim.check()
 
 
-def test_a_needed_copy_that_fails_ends_the_pass_and_one_ahead_does_not() -> None:
+def test_a_needed_copy_that_fails_ends_the_pass_and_one_ahead_does_not():
     sim = Waits(failing=((0, 1), (1, 0)))
     sim.demand.reach(0, Changes({(0, 0): HIGH, (1, 0): LOW}))
     while sim.jobs:
@@ -145,7 +142,7 @@ def test_a_needed_copy_that_fails_ends_the_pass_and_one_ahead_does_not() -> None
 # --- on a bundle
 
 
-def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None:
+def test_all_critical_is_bit_identical_at_the_least_budget(bundle):
     """Prompts, one token, a batch with padding, generation, as many experts a token as there are: a byte above the
     least that would do."""
     plain = moepack.load(bundle, policy="static:w4")
@@ -183,7 +180,7 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle: Path) -> None
         model.moepack.close()
 
 
-def test_a_damaged_expert_ends_the_pass_that_needs_it(damaged: Path) -> None:
+def test_a_damaged_expert_ends_the_pass_that_needs_it(damaged):
     policy = "lru:hi=w4,lo=absent"
     budget = least(damaged, policy) + 2_000_000
     damage(damaged, "w4", 2, range(16))
@@ -197,7 +194,7 @@ def test_a_damaged_expert_ends_the_pass_that_needs_it(damaged: Path) -> None:
         model.moepack.close()
 
 
-def test_kv_caches_take_the_experts_room_and_give_it_back(bundle: Path) -> None:
+def test_kv_caches_take_the_experts_room_and_give_it_back(bundle):
     """Down to what one layer needs, and no further; what is computed stays the same."""
     policy = f"{FOUR_TWO},r=1"
     budget = least(bundle, policy, kv_tokens=64) + 800_000
@@ -206,7 +203,7 @@ def test_kv_caches_take_the_experts_room_and_give_it_back(bundle: Path) -> None:
     live, serving = model.moepack.manager, model.moepack
     held = []
     with torch.inference_mode():
-        caches: list[Any] = [None, None]
+        caches = [None, None]
         for start in range(0, 640, 160):
             part = ids(5, 640)[:, start : start + 160]
             outs = [m(part, past_key_values=c, use_cache=True) for m, c in zip((model, plain), caches, strict=True)]
@@ -222,15 +219,15 @@ def test_kv_caches_take_the_experts_room_and_give_it_back(bundle: Path) -> None:
         torch.equal(model(ids(1, 64), use_cache=False).logits, plain(ids(1, 64), use_cache=False).logits)
 
 
-def test_copies_that_were_checked_are_not_digested_again_unless_their_file_changed(damaged: Path) -> None:
+def test_copies_that_were_checked_are_not_digested_again_unless_their_file_changed(damaged):
     import moepack.runtime.store.files as files
 
-    digests: list[int] = []
+    digests = []
     store = BackingStore(open_bundle(damaged), checks_again=False)
     room = np.empty(store.stored("w4", 0, 0).size, np.uint8)
     real = files.hashlib.sha256
 
-    def counting() -> Any:
+    def counting():
         made = real()
         return SimpleNamespace(
             update=lambda part: (digests.append(len(part)), made.update(part)), hexdigest=made.hexdigest
@@ -252,7 +249,7 @@ def test_copies_that_were_checked_are_not_digested_again_unless_their_file_chang
     always.close()
 
 
-def test_an_experts_module_that_is_called_by_itself_has_its_experts(bundle: Path) -> None:
+def test_an_experts_module_that_is_called_by_itself_has_its_experts(bundle):
     model = load(bundle, "lru:hi=w4,lo=absent", least(bundle, "lru:hi=w4,lo=absent") + 100_000)
     plain = moepack.load(bundle, policy="static:w4")
     x = torch.randn(3, model.config.hidden_size).to(model.dtype)
@@ -264,7 +261,7 @@ def test_an_experts_module_that_is_called_by_itself_has_its_experts(bundle: Path
 
 @pytest.mark.parametrize("policy", [FOUR_TWO + ",reuse=no", "lru:lo=absent", HOTTEST])
 @pytest.mark.parametrize("where", ["reach", "_leave", "_fetch"])
-def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle: Path, policy: str, where: str) -> None:
+def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle, policy, where):
     """What was to leave when Ctrl-C came leaves later, and a block that was just taken comes back."""
     tokens = ids(3)
     model = load(bundle, policy, least(bundle, policy))
@@ -274,7 +271,7 @@ def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle: P
         for after in range(3):
             calls = iter(range(after))
 
-            def interrupted(*_: Any, calls: Any = calls) -> None:
+            def interrupted(*_, calls=calls):
                 if next(calls, None) is None:
                     raise KeyboardInterrupt
 
@@ -284,7 +281,7 @@ def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle: P
             assert torch.equal(model(tokens, use_cache=False).logits, expected)
 
 
-def test_an_expert_moves_beside_passes() -> None:
+def test_an_expert_moves_beside_passes():
     """Its present version serves until the other has arrived; the earlier one is freed when the pass has ended."""
     sim = Waits()
     sim.demand.reach(0, Changes({(0, 0): LOW}))
@@ -304,7 +301,7 @@ def test_an_expert_moves_beside_passes() -> None:
     sim.check()
 
 
-def test_families_that_read_the_attentions_name(demo_model: Path, text: Path, made_once: Any) -> None:
+def test_families_that_read_the_attentions_name(demo_model, text, made_once):
     """An indexer masks the keys of `sdpa` and `eager` alone: observed attention is still called so."""
     recipe = """
 versions: [bf16, w4, w2]
@@ -312,7 +309,7 @@ quantize: {method: rtn, group_size: 32, loss_tokens: 64}
 calibration: {samples: 4, length: 32, batch_size: 4}
 """
 
-    def make(folder: Path) -> None:
+    def make(folder):
         indexed = {"n_group": 1, "index_topk": 4, "index_head_dim": 32, "index_n_heads": 4}
         build_tiny("glm_moe_dsa", folder, recipe, demo_model, text, **FAMILIES["deepseek_v3"] | indexed)
 

@@ -1,16 +1,12 @@
 """Experts on the host, and caches on demand, beside a GPU that is not there: blocks that are pinned, or divided."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from fake_cuda import FakeCudart
-from gpu_stand_in import StandIn
 from live_models import close_all, ids, least, load, logits
 
 from moepack.pack.spec import PAGE
@@ -24,7 +20,7 @@ from moepack.runtime.store.cudart import Cudart
 ALL = {"prefill_tokens": 32}
 
 
-def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog):
     """Each once it is filled, for registering would zero it; past what the system pins the rest is ordinary memory."""
     cuda = FakeCudart(fails=lambda name, size, flags: 2 if name == "register" and len(cuda.registered) == 3 else 0)
     memory, refused = [], threading.Event()
@@ -36,7 +32,6 @@ def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCa
         blocks = [pool.allocate() for pool in pools for _ in range(3)]
         assert not cuda.names()
         for block in blocks:
-            assert block is not None
             block.tensor.fill_(3)
             block.filled()
             block.filled()
@@ -44,7 +39,6 @@ def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCa
     assert [m.pinned for m in memory] == [3 * PAGE, 0] and cuda.names().count("register") == 4 and not cuda.sticky
     assert [r.message for r in caplog.records if "ordinary memory" in r.message] == [caplog.records[0].message]
     for block in blocks:
-        assert block is not None
         block.pool.free(block)
     assert pools[0].trim(2 * PAGE) == 2 * PAGE and memory[0].pinned == PAGE and len(cuda.registered) == 1
     for one in memory:
@@ -53,7 +47,7 @@ def test_blocks_on_the_host_are_pinned_while_they_are_taken(caplog: pytest.LogCa
     assert not cuda.registered and pools[1].trim(PAGE) == PAGE
 
 
-def test_a_host_tier_beside_a_gpu(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_tier_beside_a_gpu(small, gpu, monkeypatch):
     """Its blocks are pinned; what it makes are the bits of ordinary memory."""
     monkeypatch.setattr(manager, "CudaLink", lambda: None)
     monkeypatch.setattr(host_tier, "CudaLink", lambda: None)
@@ -78,9 +72,7 @@ def test_a_host_tier_beside_a_gpu(small: Path, gpu: StandIn, monkeypatch: pytest
 
 @pytest.mark.parametrize("gpu", [False], ids=["zeros"], indirect=True)
 @pytest.mark.parametrize("policy", ["importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent", "lru:hi=w4,lo=absent"])
-def test_caches_on_demand_keep_within_their_blocks(
-    small: Path, gpu: StandIn, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_on_demand_keep_within_their_blocks(small, gpu, policy, monkeypatch):
     """At the least budget and above: prompts that need most of a layer, and tokens that need two of it."""
     smallest = least(small, policy, **ALL)
     for more in (0, 9_000) if policy.endswith("w2") else (0,):

@@ -10,8 +10,7 @@ import ctypes
 import errno
 import mmap
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -33,22 +32,22 @@ class Pages(NamedTuple):
 
 
 @pytest.fixture(params=[16 << 10, 64 << 10])
-def pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pages:
+def pages(request, monkeypatch):
     """Another size of the machine's pages, in every module that has read it, and a system that keeps to it."""
-    size: int = request.param
+    size = request.param
     for name, module in list(sys.modules.items()):
         if name.startswith("moepack.") and getattr(module, "MEMORY_PAGE", None) == MEMORY_PAGE:
             monkeypatch.setattr(module, "MEMORY_PAGE", size)
     monkeypatch.setattr(LosslessBf16, "matrix_boundary", size)
-    bases: list[int] = []
-    returned: list[int] = []
+    bases = []
+    returned = []
     made = cpu.CpuMemory.__init__
 
-    def remembered(self: cpu.CpuMemory, wanted: int) -> None:
+    def remembered(self, wanted):
         made(self, wanted)
         bases.append(self.tensor.data_ptr())
 
-    def advise(address: int, length: int, advice: int) -> int:
+    def advise(address, length, advice):
         """As Linux: the address must be a page's, and a length is rounded up to whole pages."""
         if advice != mmap.MADV_DONTNEED:
             return 0
@@ -64,7 +63,7 @@ def pages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Pa
     return Pages(size, returned)
 
 
-def test_versions_change_and_neighbours_keep_their_bytes(pages: Pages, bundle: Path) -> None:
+def test_versions_change_and_neighbours_keep_their_bytes(pages, bundle):
     """Promotions fill the room; the KV cache then pushes experts out, whose memory goes back; what stays is exact."""
     model = load(bundle, room=ROOM)
     live = model.moepack.manager
@@ -87,7 +86,7 @@ def test_versions_change_and_neighbours_keep_their_bytes(pages: Pages, bundle: P
     model.moepack.close()
 
 
-def test_parts_of_pages_are_not_given_back(pages: Pages) -> None:
+def test_parts_of_pages_are_not_given_back(pages):
     page = pages.size
     memory = cpu.CpuMemory(4 * page)
     memory.take(0, 4 * page)
@@ -99,23 +98,23 @@ def test_parts_of_pages_are_not_given_back(pages: Pages) -> None:
             memory.give_back(start, size)
 
 
-def test_a_gpus_block_is_whole_pages(pages: Pages) -> None:
+def test_a_gpus_block_is_whole_pages(pages):
     """The fault: a share of a segment that its pool rounds up, so that the segment's last block has no room."""
     for size in range(pages.size, 4 << 20, pages.size):
         assert block_on_gpu(size) % pages.size == 0 <= block_on_gpu(size) - size
 
 
-def test_extents_are_read_ahead_from_whole_pages(pages: Pages, bundle: Path) -> None:
+def test_extents_are_read_ahead_from_whole_pages(pages, bundle):
     """The fault: advice for a range that begins inside a page, which the system refuses."""
     file = open_bundle(bundle).layer_file("w2", 0)
-    asked: list[tuple[int, int]] = []
+    asked = []
 
     class Asked:
-        def madvise(self, advice: int, start: int, length: int) -> None:
+        def madvise(self, advice, start, length):
             assert advice == mmap.MADV_WILLNEED
             asked.append((start, start + length))
 
-    real, file._map = file._map, Asked()  # type: ignore[assignment]
+    real, file._map = file._map, Asked()
     for expert in range(8):
         file.ahead(expert)
         begin = file.offset(expert)
@@ -128,12 +127,10 @@ def test_extents_are_read_ahead_from_whole_pages(pages: Pages, bundle: Path) -> 
     ("at", "size", "found", "is_cached"),
     [(0, 2, 1, True), (-1, 2, 1, False), (-1, 2, 2, True), (0, 1, 0, False)],  # 4 KiB from a page's begin; its pages
 )
-def test_pages_that_a_range_touches_are_counted(
-    pages: Pages, at: int, size: int, found: int, is_cached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_that_a_range_touches_are_counted(pages, at, size, found, is_cached, monkeypatch):
     """The fault: a range on two large pages, of which the page cache has one, taken for cached."""
 
-    def cachestat(number: int, file: int, asked: Any, answer: Any, flags: int) -> int:
+    def cachestat(number, file, asked, answer, flags):
         answer[0] = found
         return 0
 

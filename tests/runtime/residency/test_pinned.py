@@ -1,19 +1,14 @@
 """Experts whose base is pinned host memory: kernels read them there, busy ones are copied, and no pass waits."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fake_cuda import REGISTERS
-from gpu_stand_in import StandIn
 from live_models import at, ids, load, logits, same, wait_for
 from tiny_models import build_tiny
 
@@ -39,26 +34,24 @@ from moepack.runtime.store.files import Stored
 
 HOT = "hotness:hi=w4,lo=w4@pinned,interval=0.02,rate=0,prior=none,margin=0,slack=0"
 ROOM = 40_000  # for some of the 24 experts at w4
-ALL: dict[str, Any] = {"prefill_tokens": 32}
+ALL = {"prefill_tokens": 32}
 
 
 @pytest.fixture
-def want(small: Path) -> dict[int, torch.Tensor]:
+def want(small):
     """What w4 in device memory makes."""
     model = moepack.load(small, policy="static:w4")
     return {n: logits(model, ids(n, n)) for n in (1, 2, 9)}
 
 
-def test_wherever_they_are_the_bits_are_the_same(
-    small: Path, want: dict[int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wherever_they_are_the_bits_are_the_same(small, want, monkeypatch):
     """Experts come and go beside passes, from host memory: the files are not read again."""
     model = load(small, HOT, room=ROOM, **ALL)
     live, read = model.moepack.manager, []
     monkeypatch.setattr(files.Stored, "read_into", lambda *of: read.append(of))
     seen = set()
 
-    def serve() -> None:
+    def serve():
         same(model, want, *want)
         seen.add(tuple(map(tuple, model.moepack.versions)))
 
@@ -69,9 +62,7 @@ def test_wherever_they_are_the_bits_are_the_same(
     assert live.tracker.peak <= live.tracker.budget and live.host.reserved == 24 * live.plan.blocks[0][-1]
 
 
-def test_a_cache_takes_their_device_memory_at_once(
-    small: Path, want: dict[int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_takes_their_device_memory_at_once(small, want, monkeypatch):
     """All stay in host memory: nothing has to be copied for the others to leave."""
     monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs is kept
     model = load(small, HOT.replace("prior=none,", ""), room=ROOM, **ALL)
@@ -87,7 +78,7 @@ def test_a_cache_takes_their_device_memory_at_once(
 
 
 @pytest.mark.parametrize("registered", [3, 24])
-def test_on_a_gpu(small: Path, gpu: StandIn, registered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu(small, gpu, registered, monkeypatch):
     """What kernels read and copies come from is pinned, once; the store for copies does not pin it again.
 
     Where registering fails in the middle of loading, experts are in memory of both kinds, and handles know where.
@@ -111,7 +102,7 @@ def test_on_a_gpu(small: Path, gpu: StandIn, registered: int, monkeypatch: pytes
     assert live.device.host()["pinned_bytes"] == 0
 
 
-def test_a_system_that_does_not_pin(small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_does_not_pin(small, gpu, monkeypatch):
     """Kernels must not read other memory, so nothing is served; what was pinned before the refusal is let go."""
     monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 1)
     cuda = gpu.cudart
@@ -130,7 +121,7 @@ def test_a_system_that_does_not_pin(small: Path, gpu: StandIn, monkeypatch: pyte
 BLOCK, BLOCKS = 4096, 8
 
 
-def filled(gpu: StandIn) -> tuple[ReadMemory, list[bytes]]:
+def filled(gpu):
     """Memory whose blocks are written in order, and what it then has."""
     memory = ReadMemory(BLOCK, BLOCKS, Cudart(0, gpu.cudart))
     for n in range(BLOCKS):
@@ -139,7 +130,7 @@ def filled(gpu: StandIn) -> tuple[ReadMemory, list[bytes]]:
     return memory, [bytes(memory.at(n * BLOCK, BLOCK).numpy()) for n in range(BLOCKS)]
 
 
-def test_pieces_are_registered_once_they_are_filled(gpu: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_registered_once_they_are_filled(gpu, monkeypatch):
     """Of whole blocks, for a copy from two registrations fails; of pages with contents, which are else zeroed twice."""
     monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 3 * BLOCK)
     memory, contents = filled(gpu)
@@ -153,9 +144,7 @@ def test_pieces_are_registered_once_they_are_filled(gpu: StandIn, monkeypatch: p
 
 
 @pytest.mark.parametrize("where", ["no registering", "refused", "refused later", "another address"])
-def test_memory_that_cuda_allocates_takes_the_place_of_registered(
-    gpu: StandIn, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_cuda_allocates_takes_the_place_of_registered(gpu, where, monkeypatch, caplog):
     """For WSL, whose device has other addresses for registered memory: loading was refused, as where it fails."""
     monkeypatch.setattr("moepack.runtime.devices.cuda_memory.PIECE", 3 * BLOCK)
     cuda, later = gpu.cudart, where == "refused later"
@@ -177,14 +166,12 @@ def test_memory_that_cuda_allocates_takes_the_place_of_registered(
     assert not cuda.registered and not cuda.allocated
 
 
-def test_the_base_is_read_in_place_by_several_threads(
-    small: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_base_is_read_in_place_by_several_threads(small, gpu, monkeypatch):
     """For 61 GB that one thread read and digested, and copied once more: each byte is read once, where it stays."""
-    inside, read = threading.Barrier(READERS), list[Stored]()
-    real, ahead = Stored.read_into, list[Any]()
+    inside, read = threading.Barrier(READERS), []
+    real, ahead = Stored.read_into, []
 
-    def read_into(stored: Stored, out: Any, *more: Any) -> None:
+    def read_into(stored, out, *more):
         read.append(stored)
         if len(read) <= READERS:
             inside.wait(20)
@@ -193,7 +180,7 @@ def test_the_base_is_read_in_place_by_several_threads(
         assert len(owner) == 1, "it was read elsewhere"
 
     class Manager(ResidencyManager):
-        def _load(self, wanted: Any) -> None:
+        def _load(self, wanted):
             nonlocal live, size
             live, size = self, self.plan.blocks[0][-1]
             super()._load(wanted)
@@ -207,7 +194,7 @@ def test_the_base_is_read_in_place_by_several_threads(
     assert {s.place for s in read} == {("w4", p, e) for p in range(3) for e in range(8)} and len(read) == 24
 
 
-def test_it_stays_pinned_while_kernels_read_it(small: Path, gpu: StandIn) -> None:
+def test_it_stays_pinned_while_kernels_read_it(small, gpu):
     """A model that is closed inside a step, or while kernels go on, unpins after them."""
     model = load(small, HOT, room=0, **ALL)
     live = model.moepack.manager
@@ -226,7 +213,7 @@ def test_it_stays_pinned_while_kernels_read_it(small: Path, gpu: StandIn) -> Non
     assert not gpu.cudart.registered and not gpu.gpu.reading and not gpu.wrong()
 
 
-def test_an_early_end_is_seen(small: Path, gpu: StandIn) -> None:
+def test_an_early_end_is_seen(small, gpu):
     """The rule that the stand-in holds it to, broken on purpose: a kernel reads what is not pinned any more."""
     model = load(small, HOT, room=0, **ALL)
     gpu.gpu.patience = 1 << 30
@@ -241,7 +228,7 @@ def test_an_early_end_is_seen(small: Path, gpu: StandIn) -> None:
     gpu.cudart.wrong.clear()
 
 
-def test_a_bundle_of_one_version(demo_model: Path, text: Path, tmp_path: Path) -> None:
+def test_a_bundle_of_one_version(demo_model, text, tmp_path):
     """Where nothing is lost anywhere, waiting for the bus is all that counts: busy experts still come."""
     recipe = "versions: [bf16]\ncalibration: {samples: 4, length: 32, batch_size: 4}\n"
     build_tiny("qwen3_moe", tmp_path, recipe, demo_model, text, num_hidden_layers=2)
@@ -255,12 +242,12 @@ def test_a_bundle_of_one_version(demo_model: Path, text: Path, tmp_path: Path) -
      ("hotness:lo=@pinned", r"no version ''"), ("lru:lo=w4@pinned", r"no version 'w4@pinned'"),
      ("importance:lo=w2@pinned", r"no version 'w2@pinned'")],
 )  # fmt: skip
-def test_what_cannot_be_is_refused(small: Path, policy: str, said: str) -> None:
+def test_what_cannot_be_is_refused(small, policy, said):
     with pytest.raises(InputError, match=said):
         moepack.load(small, policy=policy, device_memory=1 << 40)
 
 
-def test_page_entries_are_in_the_budget(small: Path) -> None:
+def test_page_entries_are_in_the_budget(small):
     """For what a GPU takes to find 61 GB of pinned memory, 8 bytes for 4 KiB: it was in no budget."""
     sizes = {0: 0, 1: 4096, 512 * 4096: 4096, 512 * 4096 + 1: 8192, 61 * 10**9: 119_144_448}
     assert {size: page_entries(size) for size in sizes} == sizes
@@ -278,9 +265,7 @@ def test_page_entries_are_in_the_budget(small: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 8])
-def test_a_prompt_brings_each_expert_once(
-    small: Path, gpu: StandIn, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_brings_each_expert_once(small, gpu, rows, monkeypatch):
     """For weights that a prompt of 2,048 tokens read 4.5 times over the bus: once for each block of their slots.
 
     Also where the stage has fewer rows than the layer has experts.

@@ -1,7 +1,5 @@
 """The budget's tracker and the pools of blocks, alone."""
 
-from __future__ import annotations
-
 import pytest
 from support import at_once
 
@@ -11,7 +9,7 @@ from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.residency.pools import Pool, StaleBlockError
 
 
-def test_tracker_arithmetic() -> None:
+def test_tracker_arithmetic():
     tracker = BudgetTracker(100, 30)
     assert tracker.try_reserve("a", 70) and not tracker.try_reserve("b", 1) and tracker.try_reserve("b", 0)
     assert (tracker.reserved, tracker.peak, tracker.free) == (100, 100, 0)
@@ -24,10 +22,10 @@ def test_tracker_arithmetic() -> None:
         BudgetTracker(10, 11)
 
 
-def test_tracker_under_threads() -> None:
+def test_tracker_under_threads():
     tracker, seen = BudgetTracker(1000), []
 
-    def work(name: str) -> None:
+    def work(name):
         for i in range(2000):
             if tracker.try_reserve(name, i % 300):
                 seen.append(tracker.reserved)
@@ -37,7 +35,7 @@ def test_tracker_under_threads() -> None:
     assert tracker.reserved == 0 and max(seen) <= 1000 and tracker.peak <= 1000
 
 
-def test_blocks_are_aligned_reused_and_given_back() -> None:
+def test_blocks_are_aligned_reused_and_given_back():
     tracker = BudgetTracker(3 * PAGE)
     pool = Pool("p", PAGE - 5, 5, tracker, CpuMemory(5 * PAGE))
     blocks = [pool.allocate() for _ in range(4)]
@@ -57,7 +55,7 @@ def test_blocks_are_aligned_reused_and_given_back() -> None:
     assert not first.tensor.any(), "its pages were returned"
 
 
-def test_memory_that_cannot_be_given_back_is_reserved_whole() -> None:
+def test_memory_that_cannot_be_given_back_is_reserved_whole():
     memory = CpuMemory(2 * PAGE)
     memory.returnable = False
     tracker = BudgetTracker(2 * PAGE)

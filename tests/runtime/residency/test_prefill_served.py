@@ -1,12 +1,8 @@
 """`prefill` and the host tier on real bundles: bits, budgets, migrations, threads."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +19,11 @@ from moepack.pack.reader import open_bundle
 ROOM = 1_500_000
 
 
-def settle(model: Any) -> None:
+def settle(model):
     """Let what is wanted come about."""
     live = model.moepack.manager
 
-    def done() -> bool:
+    def done():
         idle = not live.transitions.waiting() and not len(live.residency.flying)
         return idle and not live.statistics._told and not live.statistics._ended and not live.statistics.sequences._over
 
@@ -36,7 +32,7 @@ def settle(model: Any) -> None:
     wait_for(done)
 
 
-def decoded(model: Any, prompt: torch.Tensor, steps: int = 3) -> torch.Tensor:
+def decoded(model, prompt, steps=3):
     """Logits of a prompt and some steps after it, each given what the prompt began with."""
     cache = DynamicCache(config=model.config)
     out = [logits(model, prompt, past_key_values=cache, use_cache=True)[:, -1]]
@@ -46,7 +42,7 @@ def decoded(model: Any, prompt: torch.Tensor, steps: int = 3) -> torch.Tensor:
     return torch.stack(out)
 
 
-def on_the_device(bundle: Path, model: Any, folder: Path, **options: Any) -> Any:
+def on_the_device(bundle, model, folder, **options):
     """The same versions, all of them on the device."""
     file = folder / "map.json"
     rows = [[name.removesuffix("@host") for name in row] for row in model.moepack.versions]
@@ -55,7 +51,7 @@ def on_the_device(bundle: Path, model: Any, folder: Path, **options: Any) -> Any
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_host_and_device_compute_the_same_bits(bundle: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_host_and_device_compute_the_same_bits(bundle, tmp_path, dtype):
     """Whatever is where: the model under `prefill` is the model with those versions on the device."""
     policy = "prefill:bits=2.5"
     model = load(bundle, policy, room=ROOM, dtype=dtype)
@@ -71,12 +67,12 @@ def test_host_and_device_compute_the_same_bits(bundle: Path, tmp_path: Path, dty
     assert model.moepack.counters()["forward_waits"] == 0 and model.moepack.counters()["host_bytes"] > 0
 
 
-def test_one_migration_a_sequence(bundle: Path) -> None:
+def test_one_migration_a_sequence(bundle):
     """A prompt in chunks and many steps after it: one answer, when decoding begins, and none while it goes on."""
     model = load(bundle, "prefill", room=ROOM, kv_tokens=96)
     live, decide, answers = model.moepack.manager, model.moepack.manager.policy.decide, []
 
-    def listening(event: Any) -> Any:
+    def listening(event):
         wanted = decide(event)
         if wanted is not None:
             answers.append(event)
@@ -103,11 +99,11 @@ def test_one_migration_a_sequence(bundle: Path) -> None:
     assert moved["promotions"] > 0 and moved["forward_waits"] == 0
 
 
-def test_the_prompts_experts_are_on_the_device(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompts_experts_are_on_the_device(bundle, monkeypatch):
     """What the placement is, recomputed from the routing of a prompt: the top K by tokens and weights."""
     model = load(bundle, "prefill:k=4,alpha=1", room=ROOM, kv_tokens=64)
     live, prompt = model.moepack.manager, ids(5, 60)
-    counts: list[Any] = []
+    counts = []
     spy(monkeypatch, live.statistics, "_add", lambda step, _: counts.append([*map(np.copy, step.counters.take()[0])]))
     decoded(model, prompt, 1)
     settle(model)
@@ -116,7 +112,7 @@ def test_the_prompts_experts_are_on_the_device(bundle: Path, monkeypatch: pytest
         assert {e for e, name in enumerate(versions) if name == "bf16"} == set(order[:4])
 
 
-def test_a_growing_cache_lessens_k(bundle: Path) -> None:
+def test_a_growing_cache_lessens_k(bundle):
     """The budget's bytes go to the cache; the experts that leave get a width on the host, not the least there is."""
     model = load(bundle, "prefill:bits=3,selector=no", room=ROOM)
     live = model.moepack.manager
@@ -130,7 +126,7 @@ def test_a_growing_cache_lessens_k(bundle: Path) -> None:
     assert live.tracker.peak <= live.plan.budget
 
 
-def test_too_little_host_memory_is_refused_with_the_least(bundle: Path) -> None:
+def test_too_little_host_memory_is_refused_with_the_least(bundle):
     budget, before = least(bundle, "prefill") + ROOM, ours()
     with pytest.raises(InputError, match=r"host_memory of 1000 bytes .* w4@host, w3@host, w2@host, w1@host: the least"):
         load(bundle, "prefill", budget, host_memory=1000)
@@ -149,7 +145,7 @@ def test_too_little_host_memory_is_refused_with_the_least(bundle: Path) -> None:
     assert not ours() - before
 
 
-def test_options_of_the_host_tier(bundle: Path) -> None:
+def test_options_of_the_host_tier(bundle):
     """The fault: a rate or a number of threads that is read from nowhere, or that means no work at all."""
     budget = least(bundle, "prefill") + 1
     for given, message in (({"host_rate": 0}, "at least 1 byte"), ({"host_threads": 0}, "whole number from 1")):
@@ -163,9 +159,7 @@ def test_options_of_the_host_tier(bundle: Path) -> None:
         moepack.load(bundle, policy="prefill", device_memory=budget, host_rate="fast")
 
 
-def test_shared_experts_dense_layers_and_all_experts_for_every_token(
-    demo_model: Path, text: Path, tmp_path: Path
-) -> None:
+def test_shared_experts_dense_layers_and_all_experts_for_every_token(demo_model, text, tmp_path):
     """deepseek_v3 with top_k = experts, a dense layer first, a shared expert in each: the bits of the same versions."""
     more = {"num_experts_per_tok": 8, "topk_group": 2}
     made = build_tiny("deepseek_v3", tmp_path, RTN, demo_model, text, **more)

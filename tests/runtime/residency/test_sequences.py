@@ -1,16 +1,11 @@
 """Sequences: what a policy is told of them, in which order, whatever happens to their caches."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from moepack.runtime.experts.counters import Counters
-from moepack.runtime.policies.contract import DecodingBegan, Event, PrefillEnded, SequenceBegan, SequenceEnded
+from moepack.runtime.policies.contract import DecodingBegan, PrefillEnded, SequenceBegan, SequenceEnded
 from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.residency import sequences as sequences_module
 from moepack.runtime.residency.sequences import Sequences
@@ -32,16 +27,14 @@ TOP_K = 2
 class Cache:
     """As much of one as is looked at."""
 
-    def __init__(self, length: int = 0) -> None:
+    def __init__(self, length=0):
         self.length = length
 
-    def get_seq_length(self) -> int:
+    def get_seq_length(self):
         return self.length
 
 
-def one_pass(
-    sequences: Sequences, tokens: int, cache: Any = None, makes: Any = None, batch: int = 1, keep: int = 0
-) -> tuple[int, ...]:
+def one_pass(sequences, tokens, cache=None, makes=None, batch=1, keep=0):
     """Number, tokens of a prompt, and whether the sequence and decoding began."""
     ids = torch.zeros(batch, tokens, dtype=torch.long)
     given = {"input_ids": ids, "past_key_values": cache, "logits_to_keep": keep}
@@ -53,7 +46,7 @@ def one_pass(
     return prompt.sequence, prompt.tokens, prompt.begins, prompt.decodes
 
 
-def test_a_sequence_is_what_stands_behind_a_cache() -> None:
+def test_a_sequence_is_what_stands_behind_a_cache():
     sequences, cache = Sequences(), Cache()
     assert one_pass(sequences, 5, None, cache, batch=2) == (1, 10, True, False)
     assert one_pass(sequences, 3, cache) == (1, 3, False, False), "another chunk"
@@ -70,7 +63,7 @@ def test_a_sequence_is_what_stands_behind_a_cache() -> None:
     assert sequences.over() == [1] and sequences.over() == [] and not sequences._followed
 
 
-def test_caches_that_were_not_made_by_a_pass() -> None:
+def test_caches_that_were_not_made_by_a_pass():
     sequences, empty, full = Sequences(), Cache(), Cache(7)
     assert one_pass(sequences, 1, empty) == (1, 1, True, False), "a prompt of one token"
     assert one_pass(sequences, 1, full) == (2, 0, True, True), "read elsewhere"
@@ -89,7 +82,7 @@ def test_caches_that_were_not_made_by_a_pass() -> None:
         assert prompt.sequence == 0
 
 
-def test_a_cache_that_dies_while_another_takes_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_dies_while_another_takes_its_address(monkeypatch):
     """Its end is told, though what a pass makes meanwhile stands where it stood."""
     monkeypatch.setattr(sequences_module, "id", lambda cache: 7, raising=False)
     sequences, caches = Sequences(), [Cache(), Cache()]
@@ -103,7 +96,7 @@ def test_a_cache_that_dies_while_another_takes_its_address(monkeypatch: pytest.M
     assert sequences.over() == [2]
 
 
-def test_what_fails_ends_with_its_pass() -> None:
+def test_what_fails_ends_with_its_pass():
     sequences = Sequences()
     with pytest.raises(KeyboardInterrupt), sequences.reading({"input_ids": torch.zeros(1, 2)}):
         raise KeyboardInterrupt
@@ -114,23 +107,23 @@ def test_what_fails_ends_with_its_pass() -> None:
 
 
 @pytest.fixture
-def model(bundle: Path) -> Iterator[Any]:
+def model(bundle):
     with listened_to(bundle) as made:
         yield made
 
 
-def kinds(events: list[Event]) -> list[str]:
+def kinds(events):
     return [type(e).__name__ for e in events]
 
 
 WHOLE = ["SequenceBegan", "PrefillEnded", "DecodingBegan", "SequenceEnded"]
 
 
-def has_ended(events: list[Event]) -> bool:
+def has_ended(events):
     return any(isinstance(e, SequenceEnded) for e in events)
 
 
-def test_a_generation(model: Any) -> None:
+def test_a_generation(model):
     with torch.inference_mode():
         out = model.generate(
             ids(0, 12), max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True
@@ -148,7 +141,7 @@ def test_a_generation(model: Any) -> None:
     )
 
 
-def test_padding_never_counts(model: Any) -> None:
+def test_padding_never_counts(model):
     """Prompts of three lengths, padded on the left: what is counted is what each counts by itself."""
     lengths = (3, 9, 1)
     rows = [ids(n, length)[0] for n, length in enumerate(lengths)]
@@ -159,25 +152,25 @@ def test_padding_never_counts(model: Any) -> None:
         model(batch, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0), use_cache=False)
     events = heard(model, has_ended)
     assert kinds(events) == ["SequenceBegan", "PrefillEnded", "SequenceEnded"]
-    assert [int(row.sum()) for row in events[1].counts] == [13 * TOP_K] * 4  # type: ignore[union-attr]
+    assert [int(row.sum()) for row in events[1].counts] == [13 * TOP_K] * 4
     with torch.inference_mode():
         for row in rows:
             model(row[None], use_cache=False)
     alone = [e for e in heard(model, lambda all: len(all) == 12) if isinstance(e, PrefillEnded)][1:]
     first = sum(e.counts[0] for e in alone)
-    assert events[1].counts[0].tolist() == first.tolist(), "the first layer routes by the token alone"  # type: ignore[union-attr]
+    assert events[1].counts[0].tolist() == first.tolist(), "the first layer routes by the token alone"
 
 
 @pytest.mark.parametrize("how", ["lookup", "a draft model", "early exit", "the draft model"])
-def test_guesses_are_no_prompt(model: Any, demo_model: Path, how: str) -> None:
+def test_guesses_are_no_prompt(model, demo_model, how):
     """Several tokens at once are verified, or caught up with; of each sequence one prompt is heard, one decoding."""
-    passes: list[int] = []
+    passes = []
     prompt = ids(8).repeat(1, 6)  # so that there is something to look up
     handle = model.register_forward_pre_hook(
         lambda module, args, given: passes.append(int(given["input_ids"].shape[1])), with_kwargs=True
     )
     plain = AutoModelForCausalLM.from_pretrained(demo_model)
-    given: dict[str, Any] = {
+    given = {
         "lookup": {"prompt_lookup_num_tokens": 4}, "a draft model": {"assistant_model": plain},
         "early exit": {"assistant_early_exit": 2}, "the draft model": {"assistant_model": model},
     }[how]  # fmt: skip
@@ -188,13 +181,13 @@ def test_guesses_are_no_prompt(model: Any, demo_model: Path, how: str) -> None:
     assert sum(n > 1 for n in passes[1:]) > 3, "tokens were guessed"
     sequences = {"early exit": 2}.get(how, 1)
     events = heard(model, lambda all: sum(isinstance(e, SequenceEnded) for e in all) >= sequences)
-    for number in {e.sequence for e in events}:  # type: ignore[union-attr]
-        mine = [e for e in events if e.sequence == number]  # type: ignore[union-attr]
+    for number in {e.sequence for e in events}:
+        mine = [e for e in events if e.sequence == number]
         assert kinds(mine) == WHOLE
     assert len(events) == 4 * sequences
 
 
-def test_counts_that_arrive_late_are_heard_in_their_order(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_that_arrive_late_are_heard_in_their_order(model, monkeypatch):
     """As on a GPU: decoding has begun long before the prompt's counts are there. It is heard of after them."""
     ready = threading.Event()
     monkeypatch.setattr(Counters, "arrived", lambda self: ready.is_set())
@@ -210,10 +203,10 @@ def test_counts_that_arrive_late_are_heard_in_their_order(model: Any, monkeypatc
     assert kinds(heard(model, has_ended)) == WHOLE
 
 
-def test_sequences_on_several_threads(model: Any) -> None:
+def test_sequences_on_several_threads(model):
     """Each has a number of its own, and its events in their order."""
 
-    def work(seed: int) -> None:
+    def work(seed):
         with torch.inference_mode():
             for turn in range(4):
                 model.generate(ids(10 * seed + turn, 6), max_new_tokens=3, min_new_tokens=3, do_sample=False)
@@ -227,7 +220,7 @@ def test_sequences_on_several_threads(model: Any) -> None:
     assert len(events) == 48 and not model.moepack.manager.statistics.sequences._followed
 
 
-def test_a_static_cache_is_not_asked_for_what_a_device_counts() -> None:
+def test_a_static_cache_is_not_asked_for_what_a_device_counts():
     """On a device without values, where asking fails: a prompt, tokens, and the same after it was emptied."""
     from transformers import Qwen3MoeConfig
 
@@ -239,7 +232,7 @@ def test_a_static_cache_is_not_asked_for_what_a_device_counts() -> None:
     )
     cache, sequences = StaticCache(config, max_cache_len=32), Sequences()
     budget = KvBudget.__new__(KvBudget)
-    budget.needs = SimpleNamespace(kv=KvShape(((0, 64, None),)))  # type: ignore[assignment]
+    budget.needs = SimpleNamespace(kv=KvShape(((0, 64, None),)))
     for number in (1, 2):
         for tokens, began, decodes in ((5, True, False), (1, False, True), (1, False, False)):
             assert one_pass(sequences, tokens, cache) == (number, tokens * (tokens > 1), began, decodes)

@@ -1,9 +1,6 @@
 """Transitions: the states of one expert, and what is promoted, demoted and evicted for whom."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterable
 
 import pytest
 from residency_machine import KEYS
@@ -28,19 +25,19 @@ from moepack.runtime.residency import transitions
 BASE = DROPS.base
 
 
-def active(sim: Simulation) -> list[list[int]]:
+def active(sim):
     """The active version of every expert, by layer."""
     return [[sim.residency.entries[p, e].active for e in range(n)] for p, n in enumerate(sim.residency.experts)]
 
 
-def promoted(kind: Kind, wanted: dict[tuple[int, int], int]) -> Simulation:
+def promoted(kind, wanted):
     sim = Simulation(kind)
     sim.transitions.want(wanted)
     settled(sim)
     return sim
 
 
-def high(wanted: Iterable[tuple[int, int]]) -> Simulation:
+def high(wanted):
     """These at the best version, and no spare one of any."""
     sim = promoted(DROPS, dict.fromkeys(wanted, 0))
     while sim.residency.drop_spare():
@@ -48,7 +45,7 @@ def high(wanted: Iterable[tuple[int, int]]) -> Simulation:
     return sim
 
 
-def test_low_versions_leave_when_their_bytes_are_needed() -> None:
+def test_low_versions_leave_when_their_bytes_are_needed():
     """Four high experts in eight pages more than all-low: with their low versions they would be three."""
     sim = promoted(DROPS, dict.fromkeys(KEYS[:5], 0))
     assert active(sim) == [[0] * 4, [BASE] * 3]
@@ -57,7 +54,7 @@ def test_low_versions_leave_when_their_bytes_are_needed() -> None:
     assert active(kept) == [[0, 0, 0, BASE], [BASE] * 3]
 
 
-def test_the_least_worth_is_evicted_first() -> None:
+def test_the_least_worth_is_evicted_first():
     for least in range(4):
         sim = promoted(DROPS, dict.fromkeys(KEYS[:4], 0))
         sim.transitions.want({(1, 0): 0}, lambda key, least=least: float(key != (0, least)))
@@ -65,7 +62,7 @@ def test_the_least_worth_is_evicted_first() -> None:
         assert active(sim) == [[BASE if e == least else 0 for e in range(4)], [0, BASE, BASE]]
 
 
-def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> None:
+def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again():
     sim = high(KEYS[:4])
     sim.transitions.want({(1, 0): 0})
     sim.transitions.tick()
@@ -77,7 +74,7 @@ def test_a_demotion_is_cancelled_without_loss_when_its_expert_is_hot_again() -> 
     assert sim.residency.counts.demotions == 0 and sim.residency.counts.cancelled == len(leaving)
 
 
-def test_a_low_version_that_cannot_be_fetched_leaves_its_expert_high(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_low_version_that_cannot_be_fetched_leaves_its_expert_high(caplog):
     sim = high(KEYS[:4])
     sim.transitions.want({(1, 0): 0, (0, 0): 0, (0, 1): 0, (0, 2): 0})
     for _ in range(3):
@@ -92,7 +89,7 @@ def test_a_low_version_that_cannot_be_fetched_leaves_its_expert_high(caplog: pyt
     assert active(sim) == [[0, 0, 0, BASE], [0, BASE, BASE]]
 
 
-def test_what_fits_goes_past_a_promotion_that_does_not() -> None:
+def test_what_fits_goes_past_a_promotion_that_does_not():
     """Room for eight pages: three experts take two more each; one that takes four waits; those that take one do not."""
     kind = Kind(pages=(5, 3, 2, 1), reserve=3, room=8)
     sim = promoted(kind, {(0, 0): 1, (0, 1): 1, (0, 2): 1, (1, 0): 0, (1, 1): 2, (1, 2): 2, (0, 3): 2})
@@ -103,7 +100,7 @@ def test_what_fits_goes_past_a_promotion_that_does_not() -> None:
     assert active(sim)[1][0] == 0 and active(sim)[0][3] == 2, "the head is not starved"
 
 
-def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog):
     sim = Simulation()
     sim.transitions.want({(0, 0): 0})
     for _ in range(3):
@@ -120,7 +117,7 @@ def test_a_failed_copy_is_counted_logged_once_and_tried_again_later(caplog: pyte
     assert sim.seen[0, 0][0] == 0
 
 
-def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
+def test_the_kv_cache_pushes_the_least_wanted_experts_out():
     wanted = {(0, 0): 0, (1, 1): 0, (0, 2): 0, (0, 3): 0}
     sim = high(wanted)
     assert not sim.transitions.grow_kv(3 * PAGE) and {key for _, key, _, _ in sim.jobs} == {(0, 2), (0, 3)}
@@ -138,7 +135,7 @@ def test_the_kv_cache_pushes_the_least_wanted_experts_out() -> None:
     assert active(sim)[0] == [0, BASE, 0, 0]
 
 
-def test_moves_on_the_host_go_on_while_the_kv_cache_has_every_byte() -> None:
+def test_moves_on_the_host_go_on_while_the_kv_cache_has_every_byte():
     """A promotion that never fits stands before them; they need nothing of the device."""
     sim = Simulation(HOST)
     sim.transitions.grow_kv(sim.transitions.headroom.most_kv())
@@ -149,7 +146,7 @@ def test_moves_on_the_host_go_on_while_the_kv_cache_has_every_byte() -> None:
     assert sim.residency.entries[0, 1].active == 2 and sim.residency.entries[0, 0].active == HOST.base
 
 
-def test_pools_that_cannot_shrink_are_settled_from_the_start() -> None:
+def test_pools_that_cannot_shrink_are_settled_from_the_start():
     """Three high blocks, and low ones for the others and one demotion: experts change places in them."""
     sim = Simulation(POOLS)
     assert active(sim) == [[0, 0, 0, 1], [1, 1, 1]] and sim.pools[1].blocks == 5
@@ -162,14 +159,14 @@ def test_pools_that_cannot_shrink_are_settled_from_the_start() -> None:
 
 
 @pytest.mark.parametrize("kind", [POOLS, THIRDS], ids=["two versions", "three"])
-def test_divided_pools_reach_whatever_fits_them(kind: Kind) -> None:
+def test_divided_pools_reach_whatever_fits_them(kind):
     """Any wanted set within each pool's blocks is reached from any other, with bytes left over that no pool can use."""
     rng = random.Random(0)
     for _ in range(40):
         sim = Simulation(kind)
         for _ in range(4):
             keys = rng.sample(all_keys(), len(all_keys()))
-            wanted: dict[tuple[int, int], int] = {}
+            wanted = {}
             for version in range(kind.base):
                 for _ in range(rng.randint(0, kind.blocks(version))):
                     if keys:
@@ -182,7 +179,7 @@ def test_divided_pools_reach_whatever_fits_them(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [RUNGS, CRAMPED, DIVIDED], ids=["room", "cramped", "divided"])
-def test_exact_wants_are_carried_out_to_the_letter(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_wants_are_carried_out_to_the_letter(kind, monkeypatch):
     """What is named on the host goes there though nobody needs its bytes, and first: others wait for those."""
     monkeypatch.setattr(transitions, "AHEAD", 1)
     rng = random.Random(1)
@@ -196,7 +193,7 @@ def test_exact_wants_are_carried_out_to_the_letter(kind: Kind, monkeypatch: pyte
         assert not sim.transitions.waiting()
 
 
-def test_experts_on_the_host_that_are_not_named_stay() -> None:
+def test_experts_on_the_host_that_are_not_named_stay():
     sim = promoted(RUNGS, {(0, 0): 1, (0, 1): 2, (0, 2): 0})
     assert active(sim) == [[1, 2, 0, 4], [4, 4, 4]]
     sim.transitions.want({(0, 3): 3, (0, 1): 4})
@@ -207,7 +204,7 @@ def test_experts_on_the_host_that_are_not_named_stay() -> None:
     assert active(sim)[0][2] == 4 and sim.transitions.kv_bytes == 6 * PAGE
 
 
-def test_experts_that_leave_for_the_kv_cache_go_where_they_are_named() -> None:
+def test_experts_that_leave_for_the_kv_cache_go_where_they_are_named():
     """First to the base, at once; to their place on the host when a policy has named it."""
     sim = promoted(RUNGS, {(0, 0): 0, (0, 1): 0, (1, 0): 2})
     assert not sim.transitions.grow_kv(5 * PAGE)

@@ -4,13 +4,9 @@ Those that do not block run in the state machine of residency, with overlapping 
 chance. Those that block load on demand, one step at a time, while the KV cache grows and shrinks.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,7 +41,7 @@ BLOCKING = ["lru:hi=bf16,lo=w2", "lru:hi=w4,lo=absent", "importance:hi=w4,lo=w2"
 BLOCKING += ["importance:hi=bf16,lo=w2,reuse=no,r=0.75", "importance:hi=w4,lo=w2,by=random,prefetch=no"]
 
 
-def served(text: str, room: int) -> tuple[Kind, Any]:
+def served(text, room):
     """What a policy is simulated on, and the policy."""
     parsed = parse_policy(text, True)
     ladder = parsed.options.ladders(VERSIONS)[0]
@@ -58,11 +54,10 @@ def served(text: str, room: int) -> tuple[Kind, Any]:
     losses = [np.tile(np.arange(len(ladder), dtype=float), (n, 1)) for n in EXPERTS]
     traffic = [[float(e + 1) for e in range(n)] for n in EXPERTS]
     setting = Setting(EXPERTS, ladder, [sizes] * len(EXPERTS), traffic, losses, None)
-    assert parsed.entry.make is not None
     return kind, parsed.entry.make(setting, parsed.options)
 
 
-def counts(seed: int) -> list[Any]:
+def counts(seed):
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 4, n) for n in EXPERTS]
 
@@ -73,12 +68,12 @@ class UnderPolicy(Machine):
     text = ""
 
     @initialize(kind=st.integers(4, 20))
-    def load(self, kind: int) -> None:
+    def load(self, kind):
         made, self.made = served(self.text, kind)
         self.sim = Simulation(made)
-        self.clock, self.sequences, self.numbers = 0.0, list[int](), itertools.count(1)
+        self.clock, self.sequences, self.numbers = 0.0, [], itertools.count(1)
 
-    def tell(self, event: Any) -> None:
+    def tell(self, event):
         wanted = self.made.decide(event)
         if wanted is not None:
             base = self.sim.kind.base
@@ -87,20 +82,20 @@ class UnderPolicy(Machine):
             for key in wanted:
                 self.made.worth(key)
 
-    def capacity(self) -> Sequence[int]:
+    def capacity(self):
         transitions = self.sim.transitions
         left = self.sim.kind.room * PAGE - transitions.kv_bytes - transitions.kv_asked
         return [left // 2] * 2
 
     @rule(wanted=st.integers(0, 999))
-    def policy(self, wanted: int) -> None:
+    def policy(self, wanted):
         self.clock += 1
         loaded = [[0, 10_000 * (wanted % 7), 5000 * (wanted % 5)]] * 2 if self.made.needs.timings else ()
         sums = {reducer: [row.astype(float) for row in counts(wanted)] for reducer in self.made.needs.sums}
         self.tell(Interval(self.clock, self.capacity(), counts(wanted), sums, 3, 0.01 * (wanted % 9), loaded))
 
     @rule(seed=st.integers(0, 999))
-    def a_prompt(self, seed: int) -> None:
+    def a_prompt(self, seed):
         number = next(self.numbers) if seed % 3 or not self.sequences else self.sequences[seed % len(self.sequences)]
         if number not in self.sequences:
             self.sequences.append(number)
@@ -110,18 +105,18 @@ class UnderPolicy(Machine):
 
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: self.sequences)
-    def decoding(self, which: int) -> None:
+    def decoding(self, which):
         self.tell(DecodingBegan(self.clock, self.capacity(), self.sequences[which % len(self.sequences)]))
 
     @rule(which=st.integers(0, 9))
     @precondition(lambda self: self.sequences)
-    def a_sequence_ends(self, which: int) -> None:
+    def a_sequence_ends(self, which):
         number = self.sequences.pop(which % len(self.sequences))
         self.tell(SequenceEnded(self.clock, self.capacity(), number))
 
 
 @pytest.mark.parametrize("text", SHARED)
-def test_invariants_hold_under_policies_that_do_not_block(text: str, silent: None) -> None:
+def test_invariants_hold_under_policies_that_do_not_block(text, silent):
     machine = type("Under", (UnderPolicy,), {"text": text})
     run_state_machine_as_test(machine, settings=settings(LIMITS, max_examples=12, stateful_step_count=60))
 
@@ -129,12 +124,12 @@ def test_invariants_hold_under_policies_that_do_not_block(text: str, silent: Non
 class Waited(WaitingSimulation):
     failing, rng = 0.0, random.Random(0)
 
-    def fails(self, key: Any) -> bool:
+    def fails(self, key):
         return self.rng.random() < self.failing
 
 
 @pytest.mark.parametrize("text", BLOCKING)
-def test_invariants_hold_under_policies_that_block(text: str, silent: None) -> None:
+def test_invariants_hold_under_policies_that_block(text, silent):
     """Everything that a layer needs is there when it runs, within the bytes, or the pass ends with an error."""
     refused = 0
     for seed in range(24):

@@ -1,12 +1,8 @@
 """What may fail while versions change, what is seen of it, and how serving ends: real threads, on the CPU."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from moepack.pack.errors import InputError
 from moepack.runtime.store.files import Stored
 
 
-def test_the_threads_end_with_the_model(bundle: Path) -> None:
+def test_the_threads_end_with_the_model(bundle):
     before = ours()
     model = load(bundle)
     wait_for(lambda: sorted(t.name for t in ours() - before) == ["moepack-migration", "moepack-transitions"])
@@ -29,7 +25,7 @@ def test_the_threads_end_with_the_model(bundle: Path) -> None:
     wait_for(lambda: not ours() - before)
 
 
-def test_a_round_that_fails_is_seen_and_tried_again(bundle: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_round_that_fails_is_seen_and_tried_again(bundle, caplog):
     model = load(bundle)
     live = model.moepack.manager
     assert model.moepack.health()["worker"] == "running" and model.moepack.health()["ok"]
@@ -47,7 +43,7 @@ def test_a_round_that_fails_is_seen_and_tried_again(bundle: Path, caplog: pytest
     assert moepack.load(bundle, policy="static:w2").moepack.health()["worker"] == "none"
 
 
-def test_closing_while_rounds_fail_ends_the_threads(bundle: Path) -> None:
+def test_closing_while_rounds_fail_ends_the_threads(bundle):
     before = ours()
     model = load(bundle)
     live = model.moepack.manager
@@ -58,7 +54,7 @@ def test_closing_while_rounds_fail_ends_the_threads(bundle: Path) -> None:
     assert not live.store._files
 
 
-def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
+def test_a_finalizer_on_the_workers_own_thread(bundle):
     """The collector may end a model on its own worker, between any two of its instructions."""
     before = ours()
     model = load(bundle)
@@ -72,7 +68,7 @@ def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
         put, empty, qsize, get_nowait = wakeups.put, wakeups.empty, wakeups.qsize, wakeups.get_nowait
 
         @staticmethod
-        def get(timeout: float) -> None:
+        def get(timeout):
             live.abandon()
             ended.set()
             wakeups.get(timeout=timeout)
@@ -87,7 +83,7 @@ def test_a_finalizer_on_the_workers_own_thread(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["copy", "file"])
-def test_what_never_ends_holds_no_pass_up(bundle: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_never_ends_holds_no_pass_up(bundle, what, monkeypatch):
     """A copy; or opening a file of the high version, which happens when that is first asked for."""
     model = load(bundle)
     live, gate = model.moepack.manager, threading.Event()
@@ -103,7 +99,7 @@ def test_what_never_ends_holds_no_pass_up(bundle: Path, what: str, monkeypatch: 
     wait_for(lambda: live.residency.counts.promotions > 0, model)
 
 
-def test_a_pass_that_runs_while_the_model_is_closed(bundle: Path) -> None:
+def test_a_pass_that_runs_while_the_model_is_closed(bundle):
     """It goes on with its epoch to its end; one that begins afterwards is told in one line."""
     model = load(bundle, FAST.replace("0.02", "1e9"))
     live = model.moepack.manager
@@ -111,7 +107,7 @@ def test_a_pass_that_runs_while_the_model_is_closed(bundle: Path) -> None:
     keys = list(live.residency.entries)
     assert {name for row in model.moepack.versions for name in row} == {"w2"}
 
-    def close(*_: Any) -> None:
+    def close(*_):
         live.transitions.want(dict.fromkeys(keys[::2], 0))
         wait_for(lambda: any(e.active == 0 for e in live.residency.entries.values()))
         model.moepack.close()
@@ -127,11 +123,11 @@ def test_a_pass_that_runs_while_the_model_is_closed(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["moepack.runtime.residency.opening.make_pools", "moepack.runtime.attach.own"])
-def test_a_load_that_fails_leaves_no_thread(bundle: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_fails_leaves_no_thread(bundle, where, monkeypatch):
     before = ours()
     enough = least(bundle) + ROOM
 
-    def failing(*_: Any) -> None:
+    def failing(*_):
         raise MemoryError("planted")
 
     monkeypatch.setattr(where, failing)

@@ -1,13 +1,8 @@
 """The record of checked digests: what it spares, what it still finds, and whose files and records count."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,14 +16,14 @@ from moepack.runtime.store import files as store_module
 
 
 @pytest.fixture
-def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+def digests(monkeypatch, tmp_path):
     """One item for each extent that is digested; the record is in a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    real, seen = store_module.hashlib.sha256, list[int]()
+    real, seen = store_module.hashlib.sha256, []
 
     class Counting:
         @staticmethod
-        def sha256(*given: Any) -> Any:
+        def sha256(*given):
             seen.append(1)
             return real(*given)
 
@@ -36,15 +31,15 @@ def digests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     return seen
 
 
-def of_dense(bundle: Path) -> str:
+def of_dense(bundle):
     return open_bundle(bundle).manifest.files["model.safetensors"].sha256
 
 
-def load(bundle: Path, **options: Any) -> None:
+def load(bundle, **options):
     moepack.load(bundle, **{"policy": "static:w4", "device_memory": "1GB", "checked": True, **options}).moepack.close()
 
 
-def test_what_was_checked_is_not_digested_again(damaged: Path, digests: list[int], tmp_path: Path) -> None:
+def test_what_was_checked_is_not_digested_again(damaged, digests, tmp_path):
     """A changed file is: the whole of it, and of others nothing. Without the option the record is not read."""
     load(damaged, checked=None)
     assert not list(tmp_path.glob("cache/moepack/checked/*"))
@@ -68,7 +63,7 @@ def test_what_was_checked_is_not_digested_again(damaged: Path, digests: list[int
         load(damaged)
 
 
-def test_a_reset_time_is_found(damaged: Path, digests: list[int]) -> None:
+def test_a_reset_time_is_found(damaged, digests):
     """mtime can be set back, the time of that change cannot."""
     load(damaged)
     file = damaged / "experts" / "w4" / "layer-002.safetensors"
@@ -82,9 +77,9 @@ def test_a_reset_time_is_found(damaged: Path, digests: list[int]) -> None:
 
 @pytest.mark.parametrize("what", ["file", "folder", "owner"])
 def test_files_that_others_may_write_are_always_digested(
-    what: str, damaged: Path, digests: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    what, damaged, digests, tmp_path, caplog,
+    monkeypatch,
+):  # fmt: skip
     if what == "owner":
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
         os.chown(damaged / "model.safetensors", 54321, -1) if os.getuid() == 0 else pytest.skip("needs root")
@@ -94,7 +89,7 @@ def test_files_that_others_may_write_are_always_digested(
     assert "others may write it" in caplog.text and not list(tmp_path.glob("cache/moepack/checked/*"))
 
 
-def test_a_record_that_is_not_ones_own_is_ignored(damaged: Path, digests: list[int], tmp_path: Path) -> None:
+def test_a_record_that_is_not_ones_own_is_ignored(damaged, digests, tmp_path):
     load(damaged)
     (record,) = tmp_path.glob("cache/moepack/checked/*")
     good = record.read_bytes()
@@ -113,9 +108,7 @@ def test_a_record_that_is_not_ones_own_is_ignored(damaged: Path, digests: list[i
     assert open_bundle(damaged).path == damaged
 
 
-def test_a_file_is_recorded_with_its_digest(
-    damaged: Path, digests: list[int], edit_manifest: Callable[[Path, Callable[[dict[str, Any]], None]], None]
-) -> None:
+def test_a_file_is_recorded_with_its_digest(damaged, digests, edit_manifest):
     """Where another manifest comes to the same file, the file is digested again."""
     load(damaged)
     edit_manifest(damaged, lambda document: document["files"]["model.safetensors"].update(sha256="0" * 64))
@@ -123,7 +116,7 @@ def test_a_file_is_recorded_with_its_digest(
         load(damaged)
 
 
-def test_a_change_while_a_file_is_read_is_found_later(damaged: Path, digests: list[int]) -> None:
+def test_a_change_while_a_file_is_read_is_found_later(damaged, digests):
     store = store_module.BackingStore(open_bundle(damaged), checks_again=False)
     stored = store.stored("w4", 2, 5)
     out = np.empty(stored.size, np.uint8)
@@ -133,13 +126,11 @@ def test_a_change_while_a_file_is_read_is_found_later(damaged: Path, digests: li
     store.close()
 
 
-def test_what_is_served_meanwhile_does_not_disturb_the_record(
-    damaged: Path, digests: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_served_meanwhile_does_not_disturb_the_record(damaged, digests, monkeypatch):
     """Threads that serve add extents while the record is written."""
     real, opened = checked._write, open_bundle(damaged)
 
-    def write(file: Path, places: dict[Any, Any]) -> None:
+    def write(file, places):
         shared = next(d for d in given if d is not None)
         shared["w2", 0, 0] = (1, 2, 3, 4, 5)
         assert ("w2", 0, 0) not in places
@@ -152,9 +143,7 @@ def test_what_is_served_meanwhile_does_not_disturb_the_record(
     assert list(checked._read(checked._file(opened))) == [("w4", 0, 0)]
 
 
-def test_a_user_without_a_home_has_no_record(
-    damaged: Path, digests: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_user_without_a_home_has_no_record(damaged, digests, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with checked.recording(open_bundle(damaged), True):

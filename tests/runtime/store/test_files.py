@@ -1,14 +1,9 @@
 """Reading extents: digests, reading ahead while loading, letting go of the page cache."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,13 +23,13 @@ PLACES = [("w4", p, e) for p in range(4) for e in range(16)]
 
 
 @pytest.fixture
-def store(bundle: Path) -> Iterator[BackingStore]:
+def store(bundle):
     made = BackingStore(open_bundle(bundle))
     yield made
     made.close()
 
 
-def same(store: BackingStore, place: tuple[str, int, int]) -> None:
+def same(store, place):
     if place[2] % 2:  # either way
         stored = store.stored(*place)
         got = torch.empty(stored.size, dtype=torch.uint8)
@@ -46,7 +41,7 @@ def same(store: BackingStore, place: tuple[str, int, int]) -> None:
 
 
 @pytest.mark.parametrize("order", ["as asked for", "backwards"])
-def test_reading_ahead_gives_the_same_bytes(store: BackingStore, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_ahead_gives_the_same_bytes(store, order, monkeypatch):
     monkeypatch.setattr(ahead_module, "RUN", 100_000)
     monkeypatch.setattr(ahead_module, "WAITING", 300_000)
     with store.reading_ahead(PLACES):
@@ -57,13 +52,13 @@ def test_reading_ahead_gives_the_same_bytes(store: BackingStore, order: str, mon
     assert not [t for t in threading.enumerate() if t.name == "moepack-ahead"]
 
 
-def test_threads_do_read_ahead_and_stay_in_bounds(store: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
+def test_threads_do_read_ahead_and_stay_in_bounds(store, monkeypatch):
+    read = []
     monkeypatch.setattr(ahead_module, "RUN", 1)
     sizes = [(place, store.stored(*place).size) for place in PLACES]
     monkeypatch.setattr(ahead_module, "WAITING", 5 * sizes[0][1])
 
-    def load(place: Any) -> torch.Tensor:
+    def load(place):
         read.append(threading.current_thread().name)
         return store.stored(*place).load()
 
@@ -84,7 +79,7 @@ def test_threads_do_read_ahead_and_stay_in_bounds(store: BackingStore, monkeypat
     assert len(read) == 7
 
 
-def test_each_digest_is_checked_once(store: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_digest_is_checked_once(store, monkeypatch):
     real, count = store_module.hashlib.sha256, []
     for place in PLACES:
         store.stored(*place)  # headers are checked with the same function
@@ -95,7 +90,7 @@ def test_each_digest_is_checked_once(store: BackingStore, monkeypatch: pytest.Mo
     assert len(count) == 64
 
 
-def test_damage_found_ahead_is_an_error_where_it_is_asked_for(damaged: Path) -> None:
+def test_damage_found_ahead_is_an_error_where_it_is_asked_for(damaged):
     store = BackingStore(open_bundle(damaged))
     damage(damaged, "w4", 2, [5])
     (damaged / "experts" / "w4" / "layer-003.safetensors").unlink()
@@ -109,9 +104,7 @@ def test_damage_found_ahead_is_an_error_where_it_is_asked_for(damaged: Path) -> 
     store.close()
 
 
-def test_chunks_short_reads_and_an_extent_that_is_only_checked(
-    store: BackingStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_short_reads_and_an_extent_that_is_only_checked(store, monkeypatch):
     stored, real = store.stored("bf16", 1, 1), os.preadv
     want = np.asarray(store.bundle.extent("bf16", 1, 1))
     monkeypatch.setattr(store_module, "CHUNK", 5000)
@@ -130,7 +123,7 @@ def test_chunks_short_reads_and_an_extent_that_is_only_checked(
         stored.read_into(room)
 
 
-def test_dense_matrices_are_read_as_experts_are(tmp_path: Path) -> None:
+def test_dense_matrices_are_read_as_experts_are(tmp_path):
     """Each by its number, also ahead; from damaged bytes nothing is given."""
     opened = open_bundle(write_small_bundle(tmp_path / "bundle"))
     store = BackingStore(opened)

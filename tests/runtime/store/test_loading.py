@@ -1,9 +1,5 @@
 """Loading: fetches under way at a time, their order, their end after an error, and the bytes that are reported."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 
 import moepack
@@ -13,11 +9,11 @@ from moepack.runtime.devices.migration import HostEvent
 from moepack.runtime.store.loading import in_order, loading, loading_report
 
 
-def test_fetches_are_started_ahead_and_yielded_in_order() -> None:
+def test_fetches_are_started_ahead_and_yielded_in_order():
     events = [HostEvent() for _ in range(6)]
-    started: list[int] = []
+    started = []
 
-    def start(i: int) -> HostEvent | None:
+    def start(i):
         started.append(i)
         events[i].end(None)
         return None if i == 1 else events[i]
@@ -29,19 +25,19 @@ def test_fetches_are_started_ahead_and_yielded_in_order() -> None:
     assert seen == [(0, 3), (1, 4), (2, 5), (3, 6), (4, 6), (5, 6)]
 
 
-def test_a_caller_that_stops_waits_for_what_it_started() -> None:
+def test_a_caller_that_stops_waits_for_what_it_started():
     """An error ends the load; the fetches behind it are cancelled, and have ended when their memory is given back."""
 
     class Fetch:
         error = None
 
-        def __init__(self) -> None:
-            self.calls: list[str] = []
+        def __init__(self):
+            self.calls = []
 
-        def wait(self) -> None:
+        def wait(self):
             self.calls.append("wait")
 
-        def cancel(self) -> None:
+        def cancel(self):
             self.calls.append("cancel")
 
     fetches = [Fetch() for _ in range(5)]
@@ -51,7 +47,7 @@ def test_a_caller_that_stops_waits_for_what_it_started() -> None:
     assert [f.calls for f in fetches] == [["wait"], ["wait"], ["cancel", "wait"], ["cancel", "wait"], []]
 
 
-def test_a_load_reports_every_byte_that_it_reads(bundle: Path) -> None:
+def test_a_load_reports_every_byte_that_it_reads(bundle):
     """Of a live policy and of a map: dense tensors in a budget, then experts; outside a load nothing is reported."""
     opened = open_bundle(bundle)
     dense = sum(entry.size for name, entry in opened.manifest.files.items() if name.endswith(".safetensors"))
@@ -63,7 +59,7 @@ def test_a_load_reports_every_byte_that_it_reads(bundle: Path) -> None:
         ("static:w4", "1GB", dense + experts),
         ("lru:hi=w4,lo=absent", "1GB", dense + experts),
     ):
-        seen: list[tuple[int, int]] = []
+        seen = []
         report = lambda done, of, seen=seen: seen.append((done, of))  # noqa: E731
         moepack.load(bundle, policy=policy, device_memory=memory, progress=report).moepack.close()
         assert seen[-1] == (expected, expected) and seen == sorted(seen)
@@ -73,8 +69,8 @@ def test_a_load_reports_every_byte_that_it_reads(bundle: Path) -> None:
     assert len(seen) > 64
 
 
-def test_files_are_read_past_the_page_cache_in_a_budget_alone(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
+def test_files_are_read_past_the_page_cache_in_a_budget_alone(bundle, monkeypatch):
+    seen = []
     monkeypatch.setattr("moepack.runtime.attach.BackingStore", lambda bundle, direct: seen.append(direct) or 1 / 0)
     for memory in (None, "1GB"):
         with pytest.raises(InputError, match="division by zero"):

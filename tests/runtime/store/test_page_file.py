@@ -1,14 +1,10 @@
 """Reads past the page cache: whole pages in one request, what is cached already from memory, the rest as ever."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +21,11 @@ SIZE = 64 * PAGE
 class Seen:
     """The reads of a file: (descriptor is opened for O_DIRECT, offset, bytes)."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, refused: bool = False) -> None:
-        self.reads: list[tuple[bool, int, int]] = []
+    def __init__(self, patch, refused=False):
+        self.reads = []
         real = os.preadv
 
-        def reading(fd: int, parts: Any, at: int) -> int:
+        def reading(fd, parts, at):
             direct = bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
             self.reads.append((direct, at, len(parts[0])))
             if direct and refused:
@@ -40,7 +36,7 @@ class Seen:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Any:
+def file(tmp_path):
     data = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8)
     path = tmp_path / "extents"
     path.write_bytes(data.tobytes())
@@ -51,7 +47,7 @@ def file(tmp_path: Path) -> Any:
     os.close(fd)
 
 
-def read(pages: PageFile, begin: int, size: int, shift: int = 0) -> np.ndarray[Any, Any]:
+def read(pages, begin, size, shift=0):
     room = CpuMemory(SIZE + PAGE).tensor.numpy()[shift : shift + size]
     done = 0
     while done < size:
@@ -59,7 +55,7 @@ def read(pages: PageFile, begin: int, size: int, shift: int = 0) -> np.ndarray[A
     return room
 
 
-def test_what_is_read_past_the_page_cache(file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_read_past_the_page_cache(file, monkeypatch):
     fd, data = file
     with contextlib.closing(PageFile(fd)) as pages, monkeypatch.context() as patch:
         if not pages.direct or is_cached(fd, 0, SIZE):
@@ -78,9 +74,7 @@ def test_what_is_read_past_the_page_cache(file: Any, monkeypatch: pytest.MonkeyP
         assert seen.reads == [(False, PAGE, PAGE)], "from memory"
 
 
-def test_where_direct_reads_are_refused_the_page_cache_keeps_nothing(
-    file: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_direct_reads_are_refused_the_page_cache_keeps_nothing(file, monkeypatch):
     fd, data = file
     with contextlib.closing(PageFile(fd)) as pages, monkeypatch.context() as patch:
         patch.setattr("moepack.runtime.store.page_file.is_cached", lambda *_: False)
@@ -93,7 +87,7 @@ def test_where_direct_reads_are_refused_the_page_cache_keeps_nothing(
         assert not is_cached(fd, 0, SIZE) and (direct_rate(fd, 2, PAGE) or 1) > 0
 
 
-def test_a_header_brings_no_extent_into_the_page_cache(bundle: Path, tmp_path: Path) -> None:
+def test_a_header_brings_no_extent_into_the_page_cache(bundle, tmp_path):
     """Of a copy: other tests' processes read the bundle at the same time."""
     copied = shutil.copytree(bundle, tmp_path / "bundle")
     opened = open_bundle(copied)
@@ -106,7 +100,7 @@ def test_a_header_brings_no_extent_into_the_page_cache(bundle: Path, tmp_path: P
         assert not is_cached(file.fileno(), begin, PAGE)
 
 
-def test_an_extent_comes_into_its_block_in_one_request(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extent_comes_into_its_block_in_one_request(bundle, monkeypatch):
     """All experts of a layer at once, by four threads: the bundle's bytes, each digested the first time alone."""
     store = BackingStore(open_bundle(bundle), checks_again=False, direct=True)
     plain = BackingStore(open_bundle(bundle))

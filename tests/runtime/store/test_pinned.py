@@ -1,7 +1,5 @@
 """Pinned host memory: the chain of ways to have it, filling in the background, damage, limits, letting go."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import gc
@@ -9,9 +7,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,28 +28,28 @@ NO_MAPPINGS = {REGISTERS: 1, READS_ONLY: 0}
 
 
 @pytest.fixture
-def opened(bundle: Path) -> Iterator[BackingStore]:
+def opened(bundle):
     store = BackingStore(open_bundle(bundle))
     yield store
     store.close()
 
 
-def of(path: Path) -> BackingStore:
+def of(path):
     return BackingStore(open_bundle(path))
 
 
-def size_of(store: BackingStore, version: str = "bf16") -> int:
+def size_of(store, version="bf16"):
     return sum(store.stored(version, p, e).size for p in range(4) for e in range(16))
 
 
-def filled(store: BackingStore, cuda: FakeCudart, limit: int = GIB, **options: Any) -> HostStore:
+def filled(store, cuda, limit=GIB, **options):
     host = HostStore(store, ["bf16"], Cudart(0, cuda), limit, **options)
     host.start()
     assert host.filled.wait(PATIENCE)
     return host
 
 
-def check(host: HostStore, store: BackingStore, readable: bool = True) -> set[tuple[str, int, int]]:
+def check(host, store, readable=True):
     """Every pinned extent is the bundle's, bit by bit; returns which are pinned."""
     pinned = set()
     for place in PLACES:
@@ -66,10 +62,10 @@ def check(host: HostStore, store: BackingStore, readable: bool = True) -> set[tu
     return pinned
 
 
-def refuse(*what: str) -> Callable[[str, int, int], int]:
+def refuse(*what):
     """Fail calls: "register" and "allocate" as out of memory, "mapping" (registering read-only) as not supported."""
 
-    def fails(name: str, size: int, flags: int) -> int:
+    def fails(name, size, flags):
         if name == "register" and flags & READ_ONLY and "mapping" in what:
             return 801
         return 2 if name in what and not (name == "register" and flags & READ_ONLY) else 0
@@ -93,9 +89,7 @@ def refuse(*what: str) -> Callable[[str, int, int], int]:
         ({REGISTERS: 0, READS_ONLY: 0}, ("allocate",), "staged", ["allocate", "clear"]),
     ],
 )
-def test_each_way_falls_to_the_next(
-    opened: BackingStore, attributes: dict[int, int] | None, refused: tuple[str, ...], mode: str, calls: list[str]
-) -> None:
+def test_each_way_falls_to_the_next(opened, attributes, refused, mode, calls):
     cuda = FakeCudart(attributes, refuse(*refused))
     host = filled(opened, cuda)
     state = host.state()
@@ -115,7 +109,7 @@ def test_each_way_falls_to_the_next(
     assert mode == "staged" or cuda.names()[len(calls) :] == [freed[mode]] * 4
 
 
-def test_flags_sizes_and_what_was_there_when_registering(opened: BackingStore) -> None:
+def test_flags_sizes_and_what_was_there_when_registering(opened):
     """Whole layers are registered, and anonymous memory only after it was filled."""
     layers = []
     for p in range(4):
@@ -133,7 +127,7 @@ def test_flags_sizes_and_what_was_there_when_registering(opened: BackingStore) -
     assert [(s, f) for n, s, f in mapped.calls if n == "register"] == [(len(x), PORTABLE | READ_ONLY) for x in layers]
 
 
-def test_running_out_later_keeps_what_is_pinned(opened: BackingStore) -> None:
+def test_running_out_later_keeps_what_is_pinned(opened):
     count = iter(range(100))
     cuda = FakeCudart(NO_MAPPINGS, lambda name, *_: 2 if name == "allocate" or next(count) >= 2 else 0)
     host = filled(opened, cuda)
@@ -143,7 +137,7 @@ def test_running_out_later_keeps_what_is_pinned(opened: BackingStore) -> None:
     assert not cuda.registered and cuda.sticky == 0
 
 
-def test_the_real_library_has_these_symbols() -> None:
+def test_the_real_library_has_these_symbols():
     """Signatures against torch's own CUDA runtime, whether or not there is a device."""
     try:
         calls = Cudart(0)
@@ -170,21 +164,19 @@ def test_the_real_library_has_these_symbols() -> None:
         ("opening is refused", {False}),
     ],
 )
-def test_short_reads_and_refused_direct_reads(
-    opened: BackingStore, how: str, kinds: set[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_and_refused_direct_reads(opened, how, kinds, monkeypatch):
     real_open, real_read = os.open, os.preadv
-    direct: set[int] = set()
-    asked: list[bool] = []
+    direct = set()
+    asked = []
 
-    def opening(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+    def opening(path, flags, *rest, **more):
         if how == "opening is refused" and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "refused")
         fd = real_open(path, flags, *rest, **more)
         (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
         return fd
 
-    def reading(fd: int, parts: Any, at: int) -> int:
+    def reading(fd, parts, at):
         is_direct = fd in direct
         asked.append(is_direct)
         if is_direct:
@@ -204,10 +196,10 @@ def test_short_reads_and_refused_direct_reads(
     host.close()
 
 
-def test_every_digest_is_checked_once(opened: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_digest_is_checked_once(opened, monkeypatch):
     real, count = store_module.hashlib.sha256, []
 
-    def counting(*head: Any) -> Any:
+    def counting(*head):
         if not head:  # with an argument it is a file's header
             count.append(1)
         return real(*head)
@@ -221,7 +213,7 @@ def test_every_digest_is_checked_once(opened: BackingStore, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("attributes", [None, NO_MAPPINGS, {REGISTERS: 0, READS_ONLY: 0}])
-def test_damage_is_named_and_never_served(damaged: Path, attributes: dict[int, int] | None) -> None:
+def test_damage_is_named_and_never_served(damaged, attributes):
     """One extent is damaged, one file is cut short and one has gone since they were opened: the others are pinned."""
     store = of(damaged)
     files = [damaged / "experts" / "bf16" / f"layer-00{p}.safetensors" for p in range(3)]
@@ -246,7 +238,7 @@ def test_damage_is_named_and_never_served(damaged: Path, attributes: dict[int, i
 # --- limits and order
 
 
-def test_a_limit_leaves_the_least_wanted_in_files(opened: BackingStore) -> None:
+def test_a_limit_leaves_the_least_wanted_in_files(opened):
     whole = size_of(opened)
     tokens = {("bf16", p): x.tokens for p, x in enumerate(opened.bundle.calibration().layers)}
     host = filled(opened, FakeCudart(NO_MAPPINGS), whole // 2)
@@ -262,7 +254,7 @@ def test_a_limit_leaves_the_least_wanted_in_files(opened: BackingStore) -> None:
     nothing.close()
 
 
-def test_regions_in_order() -> None:
+def test_regions_in_order():
     sizes = {("bf16", p): dict.fromkeys(range(4), 10) for p in range(2)}
     wanted = {("bf16", 0): [1.0, 4.0, 2.0, 3.0], ("bf16", 1): [9.0, 0.0, 0.0, 8.0]}
     gathered = plan_pieces(sizes, wanted, 1000, in_place=False, most=20)
@@ -275,7 +267,7 @@ def test_regions_in_order() -> None:
     assert [(p.experts, p.size) for p in large] == [((1,), 50)], "an extent above a region's size is one of its own"
 
 
-def test_pieces_are_used_one_after_another(opened: BackingStore) -> None:
+def test_pieces_are_used_one_after_another(opened):
     cuda = FakeCudart(NO_MAPPINGS)
     host = filled(opened, cuda, piece=size_of(opened) // 12)
     assert 12 <= len(cuda.registered) < 24 and check(host, opened) == set(PLACES)
@@ -283,7 +275,7 @@ def test_pieces_are_used_one_after_another(opened: BackingStore) -> None:
     host.close()
 
 
-def test_host_limits(tmp_path: Path) -> None:
+def test_host_limits(tmp_path):
     limits = host_limit.host_limits(tmp_path, tmp_path / "none")
     assert limits["cgroup_bytes"] is None
     assert limits["pinnable_bytes"] == max(0, limits["available_bytes"] - limits["margin_bytes"])
@@ -308,12 +300,12 @@ def test_host_limits(tmp_path: Path) -> None:
 # --- while filling, and after
 
 
-def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_ends_the_filling(opened, monkeypatch):
     """Between two extents: so many as are being read when it closes are read, and no more."""
     reached, real = threading.Event(), filling.read_extents
 
-    def slowly(extents: Any, rooms: Any, threads: int, before: Any, *more: Any) -> Any:
-        def wait(size: int) -> None:
+    def slowly(extents, rooms, threads, before, *more):
+        def wait(size):
             reached.set()
             time.sleep(0.02)
             before(size)
@@ -335,8 +327,8 @@ def test_closing_ends_the_filling(opened: BackingStore, monkeypatch: pytest.Monk
         host.close()
 
 
-def test_nothing_leaks(bundle: Path) -> None:
-    def held() -> set[tuple[str, str]]:
+def test_nothing_leaks(bundle):
+    def held():
         """Descriptors and mappings of files in this process."""
         maps = Path("/proc/self/maps").read_text().splitlines()
         return open_files() | {("map", line) for line in maps if "layer-00" in line}
@@ -353,14 +345,14 @@ def test_nothing_leaks(bundle: Path) -> None:
     assert not held() - before
 
 
-def test_limits_of_probing() -> None:
+def test_limits_of_probing():
     rows = {row["mode"]: row for row in pinning.probe(Cudart(0, FakeCudart(NO_MAPPINGS, refuse("allocate"))), 1 << 20)}
     assert [row["works"] for row in rows.values()] == [False, True, False, True]
     assert "ReadOnlySupported is 0" in rows["mapped"]["reason"] and "out of memory" in rows["allocated"]["reason"]
     assert rows["registered"]["bytes_per_second"] > 0
 
 
-def test_rocm_pins_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rocm_pins_by_its_own_names(monkeypatch):
     """Registered, then allocated memory, never files' own pages; a failed call has the name that ROCm gives it."""
     monkeypatch.setattr("torch.version.hip", "7.14")
     renamed = {"HostAlloc": "HostMalloc", "FreeHost": "HostFree"}
@@ -375,7 +367,7 @@ def test_rocm_pins_by_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not cuda.registered and not cuda.allocated and not cuda.sticky
 
 
-def test_doctor_says_how_this_machine_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_how_this_machine_pins(monkeypatch):
     import torch
 
     from moepack.reports import doctor
@@ -385,7 +377,7 @@ def test_doctor_says_how_this_machine_pins(monkeypatch: pytest.MonkeyPatch) -> N
     assert facts["mode"] == "files" and "ways" not in facts and facts["pinnable_bytes"] <= facts["available_bytes"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    current: list[int] = []
+    current = []
     monkeypatch.setattr(torch.cuda, "device", lambda index: current.append(index) or contextlib.nullcontext())
     for attributes, refused, mode in ((None, (), "mapped"), (NO_MAPPINGS, ("register",), "allocated")):
         cuda = FakeCudart(attributes, refuse(*refused))

@@ -1,38 +1,34 @@
 """What other programs ask: tokens, load, the schema, request ids, origins, usage in every chunk, vLLM's metrics."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running, post
+from server_fixtures import NAME, post
 
 from moepack.server.errors import ApiError
 from moepack.server.http import guard, parse
-from moepack.server.http.models import Body
 from moepack.server.translated.messages import MessagesBody, messages
 from moepack.server.translated.responses import ResponsesBody, responses
 
 SAID = [{"role": "user", "content": "Tell me a story"}]
 
 
-def asked(running: Running, path: str, body: dict[str, Any] | None = None, **headers: str) -> Any:
+def asked(running, path, body=None, **headers):
     return json.loads(post(running.url + path, body, **headers))
 
 
-def refusal(running: Running, path: str, body: dict[str, Any]) -> str:
+def refusal(running, path, body):
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(running.url + path, body)
     assert caught.value.code == 400
     return str(json.load(caught.value)["error"]["message"].partition(":")[0])  # Anthropic's has no `param`
 
 
-def events(running: Running, path: str, body: dict[str, Any]) -> list[Any]:
+def events(running, path, body):
     """The JSON of a stream's events, without [DONE]."""
     lines = post(running.url + path, {**body, "stream": True}).decode().split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
@@ -46,7 +42,7 @@ def events(running: Running, path: str, body: dict[str, Any]) -> list[Any]:
         ("/v1/chat/completions", {"messages": SAID, "max_completion_tokens": 6, "stop": None}),
     ),
 )
-def test_usage_in_every_chunk(running: Running, path: str, body: dict[str, Any]) -> None:
+def test_usage_in_every_chunk(running, path, body):
     """As guidellm asks. vLLM, too, has it only beside include_usage."""
     both = {"include_usage": True, "continuous_usage_stats": True}
     given = {**body, "model": NAME, "temperature": 0, "ignore_eos": True}
@@ -62,7 +58,7 @@ def test_usage_in_every_chunk(running: Running, path: str, body: dict[str, Any])
     )
 
 
-EXTRAS: dict[str, Any] = {
+EXTRAS = {
     "metadata": {"a": "b"},
     "priority": 3,
     "prompt_cache_retention": "24h",
@@ -103,12 +99,10 @@ KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     ),
 )  # fmt: skip
 @pytest.mark.parametrize("stream", (False, True))
-def test_fields_without_effect(
-    exact: Running, path: str, body: dict[str, Any], more: dict[str, Any], ignored: str | None, stream: bool
-) -> None:
+def test_fields_without_effect(exact, path, body, more, ignored, stream):
     """Accepted, with the same answer as without; hints that no answer follows are named in a header."""
 
-    def said(given: dict[str, Any]) -> tuple[list[str], str | None]:
+    def said(given):
         raw = json.dumps({**given, "temperature": 0, "stream": stream}).encode()
         request = urllib.request.Request(exact.url + path, raw, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request) as answer:
@@ -120,7 +114,7 @@ def test_fields_without_effect(
     assert said({**body, **more}) == (plain[0], ignored)
 
 
-def test_a_hint_is_told_once(exact: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hint_is_told_once(exact, caplog):
     exact.server._ignored.clear()
     for _ in range(2):
         asked(exact, "/v1/chat/completions", {**TALK, "reasoning_effort": "low"})
@@ -128,7 +122,7 @@ def test_a_hint_is_told_once(exact: Running, caplog: pytest.LogCaptureFixture) -
     assert told.startswith("reasoning_effort is accepted")
 
 
-def test_tokens_and_back(running: Running, tokenizer: Any) -> None:
+def test_tokens_and_back(running, tokenizer):
     found = asked(running, "/tokenize", {"model": NAME, "prompt": "The history of", "return_token_strs": True})
     ids = tokenizer("The history of").input_ids
     assert found["tokens"] == ids and found["count"] == 3 and found["token_strs"] == ["The", "Ġhistory", "Ġof"]
@@ -147,13 +141,13 @@ def test_tokens_and_back(running: Running, tokenizer: Any) -> None:
     assert refusal(running, "/detokenize", {"tokens": [1 << 30]}) == "tokens"
 
 
-def test_load(running: Running) -> None:
+def test_load(running):
     running.idle()
     found = asked(running, "/load")
     assert found == {"server_load": 0, "running": 0, "waiting": 0, "max_sequences": 8, "max_waiting": 300}
 
 
-def test_the_schema_has_every_route(running: Running) -> None:
+def test_the_schema_has_every_route(running):
     described = asked(running, "/openapi.json")
     paths = {path.replace("{name}", "{name:path}"): [*methods] for path, methods in described["paths"].items()}
     routes = running.server.app._app.__closure__  # the application behind the count of requests
@@ -163,7 +157,7 @@ def test_the_schema_has_every_route(running: Running) -> None:
 
 
 CHAT = {"model": NAME, "messages": SAID}
-LEAST: dict[str, dict[str, Any]] = {
+LEAST = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": {"prompt": "Hello"},
     "/v1/responses": {"model": NAME, "input": "Hello"},
@@ -175,7 +169,7 @@ LEAST: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", LEAST)
-def test_the_schema_is_what_is_taken(path: str, running: Running) -> None:
+def test_the_schema_is_what_is_taken(path, running):
     """Every field that it lists is refused by its own name where its value is wrong, and null counts as absent."""
     described = asked(running, "/openapi.json")
     assert LEAST.keys() == {path for path, methods in described["paths"].items() if "post" in methods}
@@ -200,7 +194,7 @@ def test_the_schema_is_what_is_taken(path: str, running: Running) -> None:
         (messages, {"messages": SAID, "max_tokens": 1}, {"tools": [{"name": "f", "defer_loading": 0}]}),
     ),
 )
-def test_a_boolean_is_no_number(parsed: Any, given: dict[str, Any], wrong: dict[str, Any]) -> None:
+def test_a_boolean_is_no_number(parsed, given, wrong):
     """Python takes false for 0 and true for 1: a field that is accepted at one value takes no other type's."""
     for name, value in wrong.items():
         with pytest.raises(ApiError, match=rf"^{name}\S*: must be"):
@@ -215,7 +209,7 @@ def test_a_boolean_is_no_number(parsed: Any, given: dict[str, Any], wrong: dict[
         (messages, {"messages": SAID, "max_tokens": 1}, "min_tokens", None),
     ),
 )
-def test_a_field_of_another_interface(parsed: Any, least: dict[str, Any], name: str, proposed: str | None) -> None:
+def test_a_field_of_another_interface(parsed, least, name, proposed):
     with pytest.raises(ApiError) as caught:
         parsed({"model": "m", **least, name: 1}, 10)
     assert f"{name}: is not supported" in str(caught.value), caught.value
@@ -223,26 +217,25 @@ def test_a_field_of_another_interface(parsed: Any, least: dict[str, Any], name: 
 
 
 @pytest.mark.parametrize("given", ('{"a": 1', "[1]", "null"))
-def test_a_call_that_was_cut_comes_back(given: str) -> None:
+def test_a_call_that_was_cut_comes_back(given):
     """Clients send it with their own error as its result; the model sees both."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
     said = [*SAID, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "cut"}]
     item = {"type": "function_call", "name": "f", "call_id": "1", "arguments": given}
     for asked in (parse.chat({"model": "m", "messages": said}, 10), responses({"model": "m", "input": [item]}, 10)):
-        assert asked.chat is not None
         (found,) = (call for message in asked.chat.messages for call in message.get("tool_calls", ()))
         assert found["function"]["arguments"] == {"INVALID_JSON": given}
 
 
 @pytest.mark.parametrize("kind", (parse.CompletionBody, parse.ChatBody, ResponsesBody, MessagesBody))
-def test_the_page_names_every_field(kind: type[Body]) -> None:
+def test_the_page_names_every_field(kind):
     page = (Path(__file__).resolve().parents[4] / "docs/server.md").read_text()
     missing = [name for name in kind.model_fields if not re.search(rf"`{name}\b", page)]
     assert not missing
 
 
-def test_request_ids(running: Running) -> None:
-    def named(path: str, given: str | None) -> str:
+def test_request_ids(running):
+    def named(path, given):
         request = urllib.request.Request(running.url + path, headers={"X-Request-Id": given} if given else {})
         try:
             with urllib.request.urlopen(request) as answer:
@@ -258,7 +251,7 @@ def test_request_ids(running: Running) -> None:
     assert named("/health", None) != named("/health", None)
 
 
-def test_origins(running: Running) -> None:
+def test_origins(running):
     """None is permitted by default (test_hostile.py); one that is named may read answers and send JSON."""
     from starlette.testclient import TestClient
 
@@ -272,8 +265,8 @@ def test_origins(running: Running) -> None:
         assert "access-control-allow-origin" not in other.headers
 
 
-def test_metrics_by_vllms_names(running: Running) -> None:
-    def numbers() -> dict[str, float]:
+def test_metrics_by_vllms_names(running):
+    def numbers():
         text = post(running.url + "/metrics", None).decode()
         return {k: float(v) for k, v in re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.M)}
 

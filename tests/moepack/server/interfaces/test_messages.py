@@ -1,14 +1,11 @@
 """The Messages interface: messages, the order of a stream's events, tools, errors; also by Anthropic's client."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request
-from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running, chunks_of, post
+from server_fixtures import NAME, chunks_of, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
@@ -23,14 +20,14 @@ from moepack.server.translated.messages import messages
 SAID = [{"role": "user", "content": "Tell me a story"}]
 SCHEMA = {"type": "object", "properties": {"zone": {"enum": ["utc"]}}, "required": ["zone"]}
 TIME = {"name": "time", "description": "It.", "input_schema": SCHEMA}
-ASKED: dict[str, Any] = {"model": NAME, "max_tokens": 8, "messages": SAID, "temperature": 0.0}
+ASKED = {"model": NAME, "max_tokens": 8, "messages": SAID, "temperature": 0.0}
 
 
-def ask(running: Running, **given: Any) -> dict[str, Any]:
+def ask(running, **given):
     return dict(json.loads(post(f"{running.url}/v1/messages", {**ASKED, **given})))
 
 
-def events(running: Running, **given: Any) -> list[dict[str, Any]]:
+def events(running, **given):
     """The events of a stream, whose names stand inside as well."""
     raw = post(f"{running.url}/v1/messages", {**ASKED, "stream": True, **given}).decode()
     assert raw.endswith("\n\n") and "[DONE]" not in raw
@@ -40,7 +37,7 @@ def events(running: Running, **given: Any) -> list[dict[str, Any]]:
     return out
 
 
-def test_a_message_is_what_a_chat_says(exact: Running) -> None:
+def test_a_message_is_what_a_chat_says(exact):
     said = [{"role": "system", "content": "Be brief"}, *SAID]
     chat = exact.client().chat.completions.create(model=NAME, messages=said, temperature=0, max_tokens=8)
     out = ask(exact, system=[{"type": "text", "text": "Be brief", "cache_control": {"type": "ephemeral"}}])
@@ -61,7 +58,7 @@ def test_a_message_is_what_a_chat_says(exact: Running) -> None:
     assert stopped["content"][0]["text"] == text[: text.index(text[3:6])]
 
 
-def test_more_than_fits_ends_where_the_room_does(exact: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_fits_ends_where_the_room_does(exact, monkeypatch):
     """A client of this interface must name a bound, and most name a large one; a prompt without room is refused."""
     monkeypatch.setattr(exact.server.scheduler, "most_answer", lambda prompt: 5)
     out = ask(exact, max_tokens=32_000)
@@ -73,7 +70,7 @@ def test_more_than_fits_ends_where_the_room_does(exact: Running, monkeypatch: py
         ask(exact, max_tokens=32_000, messages=[{"role": "user", "content": "no room" * 4000}])
 
 
-def test_a_stream_has_the_published_order(exact: Running) -> None:
+def test_a_stream_has_the_published_order(exact):
     whole, found = ask(exact), events(exact)
     kinds = [one["type"] for one in found]
     more = kinds.count("content_block_delta")
@@ -89,7 +86,7 @@ def test_a_stream_has_the_published_order(exact: Running) -> None:
     assert found[-2]["delta"]["stop_reason"] == "max_tokens" and found[-2]["usage"]["output_tokens"] == 8
 
 
-def test_tools(exact: Running) -> None:
+def test_tools(exact):
     pytest.importorskip("llguidance")
     one = {"type": "any", "disable_parallel_tool_use": True}
     out = ask(exact, tools=[TIME], tool_choice=one, max_tokens=200)
@@ -111,7 +108,7 @@ def test_tools(exact: Running) -> None:
     assert ask(exact, messages=turn, tools=[TIME])["content"]
 
 
-def test_blocks_become_messages() -> None:
+def test_blocks_become_messages():
     content = [
         {"type": "thinking", "thinking": "Hm.", "signature": "x"},
         {"type": "text", "text": "So."},
@@ -134,9 +131,9 @@ EVENTS = [
 ]
 
 
-def test_thinking_text_and_call_are_three_blocks() -> None:
+def test_thinking_text_and_call_are_three_blocks():
     asked = messages({**ASKED, "stream": True}, 10)
-    made = MessageReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
+    made = MessageReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))
     found = chunks_of(made, EVENTS)
     starts = [one["content_block"]["type"] for one in found if one["type"] == "content_block_start"]
     deltas = [one["delta"]["type"] for one in found if one["type"] == "content_block_delta"]
@@ -150,29 +147,29 @@ def test_thinking_text_and_call_are_three_blocks() -> None:
     }  # fmt: skip
 
 
-def test_input_that_is_no_json_is_left_out() -> None:
+def test_input_that_is_no_json_is_left_out():
     """Numbers beyond every number made the whole answer fail; half a surrogate pair is sent as in streams."""
     for written, wanted in (('{"n": 1e999}', {}), ('{"n": NaN}', {}), ('{"n": "\\ud800"}', {"n": "?"})):
-        made = MessageReply(messages(ASKED, 10), [[1]], None, NAME, lambda: HERMES.reader({}))  # type: ignore[arg-type]
+        made = MessageReply(messages(ASKED, 10), [[1]], None, NAME, lambda: HERMES.reader({}))
         text = f'<tool_call>{{"name": "time", "arguments": {written}}}</tool_call>'
         made.hear(0, JobEvent(text, finish="stop", generated=9))
         (call,) = json.loads(bytes(Json(made.whole()).body))["content"]
         assert (call["name"], call["input"]) == ("time", wanted)
 
 
-def test_counting_makes_no_grammar(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counting_makes_no_grammar(running, monkeypatch):
     monkeypatch.setattr(running.server, "_grammars", None)
     given = {"model": NAME, "messages": SAID, "tools": [TIME], "tool_choice": {"type": "any"}}
     assert json.loads(post(f"{running.url}/v1/messages/count_tokens", given))["input_tokens"] > 0
 
 
-def test_every_refusal_has_the_shape(running: Running) -> None:
+def test_every_refusal_has_the_shape(running):
     """Also of a method, and while the model loads."""
     from starlette.testclient import TestClient
 
     loading = Front(Options(NAME), lambda *given: None, lambda: None)
     for app, method, status in ((running.server.app, "GET", 405), (loading.app, "POST", 503)):
-        found = TestClient(app, "http://localhost").request(method, "/v1/messages")  # type: ignore[arg-type]
+        found = TestClient(app, "http://localhost").request(method, "/v1/messages")
         assert (found.status_code, found.json()["type"]) == (status, "error")
     assert found.headers["retry-after"] == "1"
 
@@ -202,7 +199,7 @@ def test_every_refusal_has_the_shape(running: Running) -> None:
           "output_format": {"type": "json_schema", "schema": {}}}, "output_format: cannot stand beside"),
     ),
 )  # fmt: skip
-def test_what_is_refused(running: Running, given: dict[str, Any], words: str) -> None:
+def test_what_is_refused(running, given, words):
     with pytest.raises(urllib.error.HTTPError) as caught:
         ask(running, **given)
     body = json.load(caught.value)
@@ -212,7 +209,7 @@ def test_what_is_refused(running: Running, given: dict[str, Any], words: str) ->
 
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
 # The first request of Claude Code 2.1 as recorded, with shortened texts and two of its 24 tools.
-CLAUDE_CODE: dict[str, Any] = {
+CLAUDE_CODE = {
     "model": NAME,
     "messages": [
         {"role": "user", "content": [
@@ -242,7 +239,7 @@ CLAUDE_CODE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_the_first_requests_of_claude_code(exact: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_requests_of_claude_code(exact, monkeypatch):
     monkeypatch.setattr(exact.server.scheduler, "most_answer", lambda prompt: 5)
     with urllib.request.urlopen(urllib.request.Request(exact.url, method="HEAD")) as answer:
         assert answer.status == 200
@@ -256,7 +253,7 @@ def test_the_first_requests_of_claude_code(exact: Running, monkeypatch: pytest.M
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == found["input_tokens"] and not start["content"]
 
 
-def test_a_key_as_anthropics_clients_send_it(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_as_anthropics_clients_send_it(running, monkeypatch):
     monkeypatch.setattr(running.server.app, "_keys", [b"secret"])
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(f"{running.url}/v1/messages", ASKED, x_api_key="wrong")
@@ -264,7 +261,7 @@ def test_a_key_as_anthropics_clients_send_it(running: Running, monkeypatch: pyte
     assert post(f"{running.url}/v1/messages", ASKED, x_api_key="secret")
 
 
-def test_the_client(exact: Running) -> None:
+def test_the_client(exact):
     anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
     client = anthropic.Anthropic(base_url=exact.url, api_key="none", max_retries=0)
     asked = {**ASKED, "extra_body": {"temperature": 0.0}}

@@ -1,39 +1,36 @@
 """The OpenAI interface as its official client sees it."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy
 import sys
 import urllib.error
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from live_models import wait_for
-from server_fixtures import NAME, Running, post
+from server_fixtures import NAME, post
 from support import at_once
 
 openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).resolve().parents[4]
 PROMPT = "The history of"
-GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
+GREEDY = {"model": NAME, "temperature": 0}
 WORDS = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
 SAID = [{"role": "user", "content": "Tell me a story"}]
 
 
-def complete(client: Any, **given: Any) -> Any:
+def complete(client, **given):
     return client.completions.create(**{**GREEDY, "prompt": PROMPT, "max_tokens": 12, **given})
 
 
-def chat(client: Any, **given: Any) -> Any:
+def chat(client, **given):
     return client.chat.completions.create(**{**GREEDY, "messages": SAID, "max_tokens": 2, **given})
 
 
-def test_greedy_is_what_the_model_says(exact: Running, plain: Any, tokenizer: Any) -> None:
+def test_greedy_is_what_the_model_says(exact, plain, tokenizer):
     out = complete(exact.client(), logprobs=1)
     assert out.object == "text_completion" and out.id.startswith("cmpl-") and out.model == NAME
     assert out.choices[0].finish_reason == "length"
@@ -47,13 +44,13 @@ def test_greedy_is_what_the_model_says(exact: Running, plain: Any, tokenizer: An
     assert out.choices[0].logprobs.token_logprobs == pytest.approx(best.tolist(), abs=1e-4)
 
 
-def test_beside_others_an_answer_is_what_it_is_alone(exact: Running, plain: Any, tokenizer: Any) -> None:
+def test_beside_others_an_answer_is_what_it_is_alone(exact, plain, tokenizer):
     """Greedy tokens in float32 equal those of plain transformers, also for prompts longer than a step."""
     prompts = [" ".join((WORDS * 12)[n : n + 1 + 9 * n]) for n in range(12)]
-    found: dict[int, str] = {}
+    found = {}
     client = exact.client()
 
-    def one(n: int) -> None:
+    def one(n):
         found[n] = complete(client, prompt=prompts[n], max_tokens=30, extra_body={"ignore_eos": True}).choices[0].text
 
     steps = exact.server.scheduler.totals.steps
@@ -67,7 +64,7 @@ def test_beside_others_an_answer_is_what_it_is_alone(exact: Running, plain: Any,
         assert found[n] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True), prompt
 
 
-def test_a_stream_says_the_same(client: Any) -> None:
+def test_a_stream_says_the_same(client):
     whole = complete(client)
     pieces = list(complete(client, stream=True, stream_options={"include_usage": True}))
     assert "".join(p.choices[0].text for p in pieces if p.choices) == whole.choices[0].text
@@ -77,7 +74,7 @@ def test_a_stream_says_the_same(client: Any) -> None:
     assert all(p.usage is None for p in complete(client, stream=True))
 
 
-def test_chat(client: Any) -> None:
+def test_chat(client):
     out = client.chat.completions.create(**GREEDY, messages=SAID, max_completion_tokens=8)
     assert out.object == "chat.completion" and out.choices[0].message.role == "assistant"
     assert out.choices[0].finish_reason == "length" and out.usage.completion_tokens == 8
@@ -95,7 +92,7 @@ def test_chat(client: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", (False, True))
-def test_stop_strings_are_never_shown(client: Any, stream: bool) -> None:
+def test_stop_strings_are_never_shown(client, stream):
     """A stop string may begin in one token and end in another, anywhere in the answer."""
     text = complete(client, max_tokens=24).choices[0].text
     for at in range(2, len(text) - 4, 5):
@@ -109,8 +106,8 @@ def test_stop_strings_are_never_shown(client: Any, stream: bool) -> None:
     assert late.choices[0].text == text and late.choices[0].finish_reason == "length"
 
 
-def test_seeds(client: Any) -> None:
-    def say(seed: int | None, **more: Any) -> str:
+def test_seeds(client):
+    def say(seed, **more):
         return str(complete(client, temperature=1.0, seed=seed, max_tokens=16, **more).choices[0].text)
 
     assert say(7) == say(7)
@@ -119,7 +116,7 @@ def test_seeds(client: Any) -> None:
     assert say(7, top_p=0.0) == complete(client, max_tokens=16).choices[0].text
 
 
-def test_several_answers(client: Any) -> None:
+def test_several_answers(client):
     out = complete(client, n=3, temperature=1.0, seed=5, prompt=[PROMPT, "def f("], max_tokens=10)
     assert [c.index for c in out.choices] == [0, 1, 2, 3, 4, 5]
     assert len({c.text for c in out.choices}) > 3
@@ -131,14 +128,14 @@ def test_several_answers(client: Any) -> None:
     assert len(chats.choices) == 2 and chats.choices[0].message.content != chats.choices[1].message.content
 
 
-def test_prompts_of_every_kind(client: Any, tokenizer: Any) -> None:
+def test_prompts_of_every_kind(client, tokenizer):
     ids = tokenizer(PROMPT).input_ids
     for prompt in (ids, [ids], [PROMPT]):
         assert complete(client, prompt=prompt).choices[0].text == complete(client).choices[0].text
     assert len(complete(client, prompt=[ids, ids[:1]]).choices) == 2
 
 
-def test_logprobs(client: Any, tokenizer: Any) -> None:
+def test_logprobs(client, tokenizer):
     out = complete(client, logprobs=3, max_tokens=6).choices[0]
     found = out.logprobs
     assert "".join(found.tokens) == out.text and len(found.token_logprobs) == 6
@@ -154,7 +151,7 @@ def test_logprobs(client: Any, tokenizer: Any) -> None:
     assert [c.token for c in streamed] == [c.token for c in content]
 
 
-def test_echo_scores_the_prompt(exact: Running, plain: Any, tokenizer: Any) -> None:
+def test_echo_scores_the_prompt(exact, plain, tokenizer):
     """As lm-eval asks: each prompt token's probability given those before it, for a prompt longer than a step."""
     client = exact.client()
     text = " ".join(["The history of the world is a story of people and of places."] * 12)
@@ -176,10 +173,10 @@ def test_echo_scores_the_prompt(exact: Running, plain: Any, tokenizer: Any) -> N
     assert complete(client, echo=True, max_tokens=2).choices[0].text.startswith(PROMPT)
 
 
-def test_penalties_and_bias(client: Any, tokenizer: Any) -> None:
+def test_penalties_and_bias(client, tokenizer):
     plain = complete(client, max_tokens=40).choices[0].text
 
-    def repeats(text: str) -> int:
+    def repeats(text):
         ids = tokenizer(text).input_ids
         return len(ids) - len(set(ids))
 
@@ -190,7 +187,7 @@ def test_penalties_and_bias(client: Any, tokenizer: Any) -> None:
     assert " the" not in complete(client, max_tokens=40, logit_bias={token: -100}).choices[0].text
 
 
-def test_json_answers(client: Any) -> None:
+def test_json_answers(client):
     pytest.importorskip("llguidance")
     age = {"type": "integer", "minimum": 0, "maximum": 99}
     properties = {"name": {"type": "string", "maxLength": 8}, "age": age}
@@ -209,7 +206,7 @@ def test_json_answers(client: Any) -> None:
         chat(client, response_format=bad)
 
 
-def test_tools_go_through_the_template(client: Any) -> None:
+def test_tools_go_through_the_template(client):
     tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
     without = chat(client)
     out = chat(client, tools=[tool])
@@ -227,7 +224,7 @@ def test_tools_go_through_the_template(client: Any) -> None:
 
 MOST = 9007199254740991  # as zod bounds integers
 # The first request of opencode 1.18 as recorded, with shortened texts and two of its 10 tools.
-OPENCODE: dict[str, Any] = {
+OPENCODE = {
     "model": NAME,
     "max_tokens": 8,
     "messages": [
@@ -252,7 +249,7 @@ OPENCODE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("choice", ("auto", "required"))
-def test_the_first_request_of_opencode(running: Running, choice: str) -> None:
+def test_the_first_request_of_opencode(running, choice):
     raw = post(f"{running.url}/v1/chat/completions", {**OPENCODE, "tool_choice": choice}).decode()
     *chunks, done = raw.rstrip().split("\n\n")
     assert done == "data: [DONE]" and json.loads(chunks[-1].removeprefix("data: "))["usage"]["prompt_tokens"] > 40
@@ -304,7 +301,7 @@ def test_the_first_request_of_opencode(running: Running, choice: str) -> None:
         ({"messages": SAID, "audio": {"voice": "x", "format": "wav"}}, "audio"),
     ),
 )
-def test_what_is_not_served_is_refused_by_name(client: Any, given: dict[str, Any], field: str) -> None:
+def test_what_is_not_served_is_refused_by_name(client, given, field):
     with pytest.raises(openai.BadRequestError) as caught:
         if "messages" in given:
             chat(client, **given)
@@ -312,7 +309,7 @@ def test_what_is_not_served_is_refused_by_name(client: Any, given: dict[str, Any
     assert caught.value.param == field and caught.value.type == "invalid_request_error"
 
 
-def test_the_example(running: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example(running, monkeypatch, capsys):
     example = str(ROOT / "examples" / "client.py")
     monkeypatch.setattr(sys, "argv", [example, running.url, NAME])
     runpy.run_path(example, run_name="__main__")
@@ -320,7 +317,7 @@ def test_the_example(running: Running, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "models: mini" in out and "\n0 (" in out and "\n2 (" in out and "'The': -\n" in out
 
 
-def test_models_and_errors(running: Running) -> None:
+def test_models_and_errors(running):
     client = running.client()
     assert [m.id for m in client.models.list()] == [NAME] and client.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError, match="'other' is not here: 'mini' is"):
@@ -340,7 +337,7 @@ def test_models_and_errors(running: Running) -> None:
 
 
 @pytest.mark.parametrize("given", ({}, {"model": None}))
-def test_without_a_name_the_served_model_answers(running: Running, given: dict[str, Any]) -> None:
+def test_without_a_name_the_served_model_answers(running, given):
     """Chats have to name it, as OpenAI's do."""
     found = json.loads(
         post(f"{running.url}/v1/completions", {**given, "prompt": PROMPT, "max_tokens": 3, "temperature": 0})
@@ -351,7 +348,7 @@ def test_without_a_name_the_served_model_answers(running: Running, given: dict[s
     assert caught.value.code == 400 and json.load(caught.value)["error"]["param"] == "model"
 
 
-def test_a_client_that_vanishes_frees_its_slot(running: Running) -> None:
+def test_a_client_that_vanishes_frees_its_slot(running):
     running.idle()
     totals, long = running.server.scheduler.totals, {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
     before = totals.cancelled
@@ -367,13 +364,13 @@ def test_a_client_that_vanishes_frees_its_slot(running: Running) -> None:
     assert totals.cancelled > before + 1
 
 
-def test_many_at_once_keep_to_the_budget(running: Running) -> None:
+def test_many_at_once_keep_to_the_budget(running):
     """60 clients at once, with prompts of many lengths: every answer is whole."""
     client = running.client()
     prompts = [" ".join(WORDS[: 1 + n % len(WORDS)] * (1 + n % 5)) for n in range(60)]
-    found: dict[int, Any] = {}
+    found = {}
 
-    def one(n: int) -> None:
+    def one(n):
         pieces = list(complete(client, prompt=prompts[n], max_tokens=20, stream=True, extra_body={"ignore_eos": True}))
         found[n] = pieces[-1].choices[0].finish_reason
 

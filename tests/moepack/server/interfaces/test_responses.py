@@ -1,12 +1,9 @@
 """The Responses interface: answers, the order of a stream's events, calls, earlier turns; by OpenAI's client."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running, chunks_of, post
+from server_fixtures import NAME, chunks_of, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
@@ -34,12 +31,12 @@ EVENTS = [
 ]
 
 
-def respond(client: Any, **given: Any) -> Any:
+def respond(client, **given):
     more = {"model": NAME, "input": "Tell me a story", "temperature": 0, "max_output_tokens": 8, **given}
     return client.responses.create(**more)
 
 
-def test_a_response_is_what_a_chat_says(client: Any) -> None:
+def test_a_response_is_what_a_chat_says(client):
     said = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Tell me a story"}]
     chat = client.chat.completions.create(model=NAME, messages=said, temperature=0, max_tokens=8)
     out = respond(client, instructions="Be brief", metadata={"a": "b"})
@@ -55,7 +52,7 @@ def test_a_response_is_what_a_chat_says(client: Any) -> None:
     assert respond(client, input=parts).output_text == out.output_text
 
 
-def test_a_stream_has_the_published_order(client: Any) -> None:
+def test_a_stream_has_the_published_order(client):
     whole = respond(client)
     events = list(respond(client, stream=True))
     kinds = [event.type.removeprefix("response.") for event in events]
@@ -70,7 +67,7 @@ def test_a_stream_has_the_published_order(client: Any) -> None:
     assert events[0].response.status == "in_progress" and events[0].response.output == []
 
 
-def test_functions(client: Any) -> None:
+def test_functions(client):
     pytest.importorskip("llguidance")
     given = {"tools": [TIME], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
     given["max_output_tokens"] = 200
@@ -89,7 +86,7 @@ def test_functions(client: Any) -> None:
     assert [one.name for one in named.output] == ["time"]
 
 
-def test_an_earlier_answer_is_one_message() -> None:
+def test_an_earlier_answer_is_one_message():
     """Reasoning, a text and two calls in a row are one turn of the model; results follow it."""
     items = [
         {"role": "user", "content": "?"},
@@ -111,7 +108,6 @@ def test_an_earlier_answer_is_one_message() -> None:
         {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "noon"}]},
     ]
     asked = responses({"model": NAME, "input": items}, 10)
-    assert asked.chat is not None
     user, answer, result = asked.chat.messages
     assert user == {"role": "user", "content": "?"} and result["content"] == "noon" and result["tool_call_id"] == "1"
     assert (answer["content"], answer["reasoning_content"]) == ("So.", "Hm.")
@@ -119,12 +115,12 @@ def test_an_earlier_answer_is_one_message() -> None:
     assert calls == [("1", {"zone": "utc"}), ("2", {})]
 
 
-def reply(**given: Any) -> ResponseReply:
+def reply(**given):
     asked = responses({"model": NAME, "input": "?", **given}, 10)
-    return ResponseReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))  # type: ignore[arg-type]
+    return ResponseReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))
 
 
-def test_reasoning_text_and_call_are_three_items() -> None:
+def test_reasoning_text_and_call_are_three_items():
     made = reply(stream=True)
     events = chunks_of(made, EVENTS)
     assert [event["type"].removeprefix("response.") for event in events] == [
@@ -150,7 +146,7 @@ def test_reasoning_text_and_call_are_three_items() -> None:
     assert failed["type"] == "response.failed" and failed["response"]["error"]["message"] == "the model failed"
 
 
-def test_only_the_last_item_is_cut_off() -> None:
+def test_only_the_last_item_is_cut_off():
     """Also where one event ends reasoning and the whole answer; the end of an item says what the response does."""
     made = reply(stream=True)
     events = [*made._events(JobEvent("Hm.</think>I a", finish="length", generated=8)), *made._last()]
@@ -158,7 +154,7 @@ def test_only_the_last_item_is_cut_off() -> None:
     assert [item["status"] for item in ends] == ["completed", "incomplete"] and ends == events[-1]["response"]["output"]
 
 
-def test_what_is_repeated_may_be_half_a_pair(running: Running) -> None:
+def test_what_is_repeated_may_be_half_a_pair(running):
     raw = json.dumps({"model": NAME, "input": "?", "max_output_tokens": 1, "metadata": {"a": "\ud800"}}).encode()
     assert json.loads(post(f"{running.url}/v1/responses", raw))["metadata"] == {"a": "?"}
 
@@ -188,13 +184,13 @@ def test_what_is_repeated_may_be_half_a_pair(running: Running) -> None:
         ({"messages": []}, "messages"),
     ),
 )
-def test_what_is_refused(running: Running, given: dict[str, Any], field: str) -> None:
+def test_what_is_refused(running, given, field):
     with pytest.raises(openai.BadRequestError) as caught:
         running.client().responses.create(extra_body={"model": NAME, "input": "?", "max_output_tokens": 2, **given})
     assert caught.value.param == field
 
 
-def test_a_schema_for_the_text(client: Any) -> None:
+def test_a_schema_for_the_text(client):
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}
     shape = {"format": {"type": "json_schema", "name": "n", "schema": {**schema, "additionalProperties": False}}}

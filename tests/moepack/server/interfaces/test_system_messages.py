@@ -1,16 +1,11 @@
 """Several system messages: where they go, by what the chat template shows of them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError
 from moepack.server.http import parse
 from moepack.server.http.templates import ChatTemplate
-from moepack.server.options import Way
 from moepack.server.translated.messages import messages
 from moepack.server.translated.responses import responses
 
@@ -25,20 +20,20 @@ SILENT = LOOP.replace("%}{{", "%}{% if m.role != 'system' or loop.first %}{{").r
 NEVER = LOOP.replace("{{ m.role", "{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}{{ m.role")
 
 
-def chat(*said: str) -> dict[str, Any]:
+def chat(*said):
     """A request of messages like `s:text`, by the first letters of their roles."""
     roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant"}
     return {"model": "m", "messages": [{"role": roles[one[0]], "content": one[2:]} for one in said]}
 
 
-def rendered(tokenizer: Any, template: str, asked: parse.Request, way: Way = "join") -> str:
+def rendered(tokenizer, template, asked, way="join"):
     tokenizer.chat_template = template
     assert asked.chat is not None
     return ChatTemplate(Tokens(tokenizer), way).render(asked.chat)[0]
 
 
 @pytest.fixture
-def tokens(bundle: Any) -> Any:
+def tokens(bundle):
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(bundle)
@@ -55,7 +50,7 @@ def tokens(bundle: Any) -> Any:
         (NEVER, ("s:A", "s:B", "u:x"), "u:A\n\nB\n\nx|"),
     ),
 )
-def test_joined(tokens: Any, template: str, said: tuple[str, ...], wanted: str) -> None:
+def test_joined(tokens, template, said, wanted):
     assert rendered(tokens, template, parse.chat(chat(*said), 10)) == wanted
 
 
@@ -67,7 +62,7 @@ def test_joined(tokens: Any, template: str, said: tuple[str, ...], wanted: str) 
         (("u:x", "s:A"), "u:x|a:|t:1|t:2|u:A\n\nB|"),
     ),
 )
-def test_results_stay_behind_their_calls(tokens: Any, said: tuple[str, ...], wanted: str) -> None:
+def test_results_stay_behind_their_calls(tokens, said, wanted):
     body = chat(*said)
     first, between, *then = body["messages"]
     names = ("1", "2")
@@ -79,13 +74,13 @@ def test_results_stay_behind_their_calls(tokens: Any, said: tuple[str, ...], wan
     assert rendered(tokens, FIRST, parse.chat(body, 10)) == wanted
 
 
-def test_instructions_are_the_first(tokens: Any) -> None:
+def test_instructions_are_the_first(tokens):
     items = [{"role": "developer", "content": "B"}, {"role": "user", "content": "x"}]
     asked = responses({"model": "m", "instructions": "A", "input": items}, 10)
     assert rendered(tokens, FIRST, asked) == "s:A\n\nB|u:x|"
 
 
-def test_kept(tokens: Any) -> None:
+def test_kept(tokens):
     asked = parse.chat(chat("s:A", "s:B", "u:x"), 10)
     assert rendered(tokens, ANYWHERE, asked, "keep") == "s:A|s:B|u:x|"
     with pytest.raises(ApiError, match="messages: the chat template refuses them: no"):
@@ -101,7 +96,7 @@ def test_kept(tokens: Any) -> None:
         (messages({**chat("u:x", "s:B"), "system": "A", "max_tokens": 1}, 10), "messages[1]"),
     ),
 )  # fmt: skip
-def test_refused(tokens: Any, asked: parse.Request, field: str) -> None:
+def test_refused(tokens, asked, field):
     with pytest.raises(ApiError) as caught:
         rendered(tokens, ANYWHERE, asked, "refuse")
     assert caught.value.param == field

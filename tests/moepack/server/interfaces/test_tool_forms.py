@@ -1,15 +1,11 @@
 """Every form of calls: what is read from an answer, however its pieces come, is what its grammar holds an answer to."""
 
-from __future__ import annotations
-
 import json
 import time
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running
+from server_fixtures import NAME
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.tokens import Tokens
@@ -20,8 +16,8 @@ from moepack.server.http.templates import manners_of
 from moepack.server.tools import forms
 from moepack.server.tools.calls import Marked
 from moepack.server.tools.delimited import HERMES, KIMI
-from moepack.server.tools.forms import CallForm, Manners
-from moepack.server.tools.parts import AnswerPart, JsonEnd, Tools
+from moepack.server.tools.forms import Manners
+from moepack.server.tools.parts import JsonEnd, Tools
 from moepack.server.tools.tagged import DEEPSEEK_V4, DEEPSEEK_V32, GLM, QWEN_CODER
 
 WEATHER = {
@@ -68,19 +64,19 @@ ANSWERS = {
 }
 
 
-def named(form: CallForm) -> str:
+def named(form):
     return form.name
 
 
-def manners(form: CallForm) -> Manners:
+def manners(form):
     return Manners(f"{form.sign} {' '.join(form.marks)}", {}, ())
 
 
-def read(reader: Any, text: str, size: int = 1, unfinished: bool = False) -> list[tuple[str, str]]:
+def read(reader, text, size=1, unfinished=False):
     """Kinds and texts of an answer's parts, each kind together, from pieces of `size` characters."""
     pieces = [text[n : n + size] for n in range(0, len(text), size)]
-    parts: list[AnswerPart] = [part for piece in pieces for part in reader.push(piece)] + reader.end(unfinished)
-    out: list[tuple[str, str]] = []
+    parts = [part for piece in pieces for part in reader.push(piece)] + reader.end(unfinished)
+    out = []
     for part in parts:
         assert part.text
         joins = out and out[-1][0] == part.kind != "call"
@@ -88,12 +84,12 @@ def read(reader: Any, text: str, size: int = 1, unfinished: bool = False) -> lis
     return out
 
 
-def test_every_form_has_an_answer() -> None:
+def test_every_form_has_an_answer():
     assert {form.name for form in forms.FORMS} == {*ANSWERS}
 
 
 @pytest.mark.parametrize("form", forms.FORMS, ids=named)
-def test_reading(form: CallForm) -> None:
+def test_reading(form):
     mine, text = manners(form), ANSWERS[form.name]
     assert mine.form is form
     first, *calls = read(mine.reader(Tools(FUNCTIONS), ""), text)
@@ -109,12 +105,12 @@ def test_reading(form: CallForm) -> None:
         assert all("Sure.".startswith(part[1]) for part in cut if part[0] in ("content", "reasoning")), text[:at]
 
 
-def test_odd_schemas_of_arguments(running: Running) -> None:
+def test_odd_schemas_of_arguments(running):
     """Any value is allowed by `true`; what is no schema is refused, and does not end in the grammar's own text."""
     pytest.importorskip("llguidance")
     mine = manners(QWEN_CODER)
 
-    def made(given: Any) -> Any:
+    def made(given):
         functions = {"f": {"type": "object", "properties": {"a": given}}}
         return running.server._grammars.of_calls(functions, lambda: mine.grammar(Tools(functions, required=True), ""))
 
@@ -126,7 +122,7 @@ def test_odd_schemas_of_arguments(running: Running) -> None:
 
 @pytest.mark.parametrize("added", ("none", "added", "special"))
 @pytest.mark.parametrize("form", forms.FORMS, ids=named)
-def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
+def test_grammars(form, added, demo_model):
     """Whether marks are texts, added tokens or special ones: calls pass, and another name, type or key does not."""
     llguidance = pytest.importorskip("llguidance")
     from llguidance.hf import from_tokenizer
@@ -141,7 +137,7 @@ def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
     assert mine.shows_special is (added == "special")
     made = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[0])
 
-    def passes(tools: Tools, text: str, schema: dict[str, Any] | None = None) -> bool:
+    def passes(tools, text, schema=None):
         matcher = llguidance.LLMatcher(made, mine.grammar(tools, "", schema), log_level=0)
         assert not matcher.is_error(), matcher.get_error()
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -172,7 +168,7 @@ def test_grammars(form: CallForm, added: str, demo_model: Path) -> None:
 
 
 @pytest.mark.parametrize("form", forms.FORMS[1:], ids=named)
-def test_text_behind_a_call_without_its_end_is_content(form: CallForm) -> None:
+def test_text_behind_a_call_without_its_end_is_content(form):
     """The call's own end, but for the mark that a model left out, is none."""
     mine, whole = manners(form), ANSWERS[form.name]
     assert isinstance(form, Marked)
@@ -188,7 +184,7 @@ def test_text_behind_a_call_without_its_end_is_content(form: CallForm) -> None:
         assert read(mine.reader(Tools(FUNCTIONS), ""), first[:-12], 3)[:2] == wanted[:2]  # cut inside the arguments
 
 
-def test_thinking() -> None:
+def test_thinking():
     template = '<tool_call> {"enable_thinking"} </think>'
     mine = Manners(template, {}, ())
     call = ANSWERS["hermes"].removeprefix("Sure.\n")
@@ -207,7 +203,7 @@ def test_thinking() -> None:
     assert "lazy" in mine.grammar(Tools(FUNCTIONS, required=True), "<think>")
 
 
-def test_what_is_no_call_stays_text() -> None:
+def test_what_is_no_call_stays_text():
     for text in (
         "<tool_call>\nno JSON\n</tool_call> and more",
         '<tool_call>{"name": 3}</tool_call>',
@@ -224,7 +220,7 @@ def test_what_is_no_call_stays_text() -> None:
     assert read(manners(HERMES).reader(Tools(), ""), "<tool_call>x") == [("content", "<tool_call>x")]
 
 
-def test_a_model_s_own_identities_are_kept() -> None:
+def test_a_model_s_own_identities_are_kept():
     """Kimi's template writes them into the next prompt, where the model has read no others."""
     said = Said(KIMI.reader(FUNCTIONS))
     said.hear(JobEvent(text=ANSWERS["kimi"], finish="stop", generated=9))
@@ -238,7 +234,7 @@ def test_a_model_s_own_identities_are_kept() -> None:
     assert without == [("call", "time"), ("arguments", "{}")]
 
 
-def test_values_by_their_schema() -> None:
+def test_values_by_their_schema():
     """A string that looks like a number stays one; without a schema a value is JSON if it can be."""
     or_null = {"anyOf": [{"type": "string"}, {"type": "null"}]}
     schema = {
@@ -257,13 +253,13 @@ def test_values_by_their_schema() -> None:
     assert json.loads(out["arguments"]) == wanted
 
 
-def test_a_tag_says_whether_its_value_is_text() -> None:
+def test_a_tag_says_whether_its_value_is_text():
     """DeepSeek's tags do, and are believed before the schema; without it the schema decides."""
 
-    def parameter(key: str, says: str, value: str) -> str:
+    def parameter(key, says, value):
         return f'<#parameter name="{key}"{says}>{value}</#parameter>\n'
 
-    def parts(text: str) -> list[tuple[str, str]]:
+    def parts(text):
         return read(DEEPSEEK_V4.reader({"f": schema}), text.replace("#", MARK), 3)
 
     schema = {"properties": {"zip": {"type": "string"}, "n": {"type": "integer"}}}
@@ -285,7 +281,7 @@ def test_a_tag_says_whether_its_value_is_text() -> None:
         assert Manners(written, {}, ()).form is form
 
 
-def test_a_long_argument_is_read_once() -> None:
+def test_a_long_argument_is_read_once():
     """Not again with every piece: 40,000 letters in pieces of two took 12 seconds."""
     reader, body = QWEN_CODER.reader({"f": {"properties": {"text": {"type": "string"}}}}), "a\n" * 20_000
     began = time.process_time()
@@ -294,7 +290,7 @@ def test_a_long_argument_is_read_once() -> None:
     assert time.process_time() - began < 8
 
 
-def test_json_behind_reasoning(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_behind_reasoning(running, monkeypatch):
     """A schema of the answer leaves reasoning free, and is not taken for it where the prompt has opened it."""
     pytest.importorskip("llguidance")
     shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "enum": [{"n": 1}]}}}
@@ -310,7 +306,6 @@ def test_json_behind_reasoning(running: Running, monkeypatch: pytest.MonkeyPatch
     ):  # fmt: skip
         monkeypatch.setattr(running.server._template, "manners", mine)
         made = running.server._prepare_chat(parse.chat(given, 10))
-        assert made.grammar is not None
         mask = made.grammar()
         for token in ids(text, False, ""):
             assert not mask.is_done and mask.allowed(token + 1)[token]
@@ -318,7 +313,7 @@ def test_json_behind_reasoning(running: Running, monkeypatch: pytest.MonkeyPatch
         assert mask.is_done and read(made.reader(), text, 3) == [*wanted, ("content", '{"n": 1}')]
 
 
-def test_the_end_of_json() -> None:
+def test_the_end_of_json():
     text = '{"a": "}\\"]{", "b": [{"c": "\\\\"}]}'
     for size in range(1, 6):
         scan = JsonEnd()

@@ -1,18 +1,15 @@
 """Tools over HTTP, as OpenAI's client sees them: calls are required, named, several, streamed, and keep to a schema."""
 
-from __future__ import annotations
-
 import json
-from typing import Any
 
 import pytest
-from server_fixtures import NAME, Running, post
+from server_fixtures import NAME, post
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.http import parse
 from moepack.server.http.replies import ChatReply
 from moepack.server.tools.delimited import HERMES
-from moepack.server.tools.parts import MOST_CALLS, Functions
+from moepack.server.tools.parts import MOST_CALLS
 from moepack.server.tools.thinking import Thinking
 from moepack.server.translated.messages import messages
 from moepack.server.translated.responses import responses
@@ -23,7 +20,7 @@ pytest.importorskip("llguidance")
 SAID = [{"role": "user", "content": "What is the weather?"}]
 
 
-def tool(name: str, **properties: Any) -> dict[str, Any]:
+def tool(name, **properties):
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": "It.", "parameters": schema}}
 
@@ -34,16 +31,16 @@ WEATHER = tool(
 TIME = tool("time", zone={"enum": ["utc", "local"]})
 
 
-def function(**given: Any) -> dict[str, Any]:
+def function(**given):
     return {"type": "function", "function": {"name": "x", **given}}
 
 
-def ask(client: Any, choice: Any, **given: Any) -> Any:
+def ask(client, choice, **given):
     more = {"max_tokens": 200, "temperature": 1.0, "seed": 1, "tools": [WEATHER, TIME], **given}
     return client.chat.completions.create(model=NAME, messages=SAID, tool_choice=choice, **more)
 
 
-def check(name: str, arguments: str) -> None:
+def check(name, arguments):
     given = json.loads(arguments)
     if name == "weather":
         assert {*given} == {"city", "days"} and len(given["city"]) <= 12 and 1 <= given["days"] <= 9
@@ -51,7 +48,7 @@ def check(name: str, arguments: str) -> None:
         assert name == "time" and given in ({"zone": "utc"}, {"zone": "local"})
 
 
-def test_required_calls_are_valid(client: Any) -> None:
+def test_required_calls_are_valid(client):
     out = ask(client, "required", n=24, parallel_tool_calls=False)
     for choice in out.choices:
         assert choice.finish_reason == "tool_calls" and choice.message.content is None
@@ -62,19 +59,19 @@ def test_required_calls_are_valid(client: Any) -> None:
     assert len({c.message.tool_calls[0].id for c in out.choices}) == 24
 
 
-def test_a_named_function_is_called(client: Any) -> None:
+def test_a_named_function_is_called(client):
     for name in ("time", "weather"):
         out = ask(client, {"type": "function", "function": {"name": name}}, n=3).choices
         assert [[c.function.name for c in o.message.tool_calls] for o in out] == [[name]] * 3
 
 
-def test_several_calls_and_their_stream(client: Any) -> None:
+def test_several_calls_and_their_stream(client):
     """A stream has the same calls; each begins with its name, and its arguments come in pieces."""
     whole = ask(client, "required", tools=[TIME], max_tokens=600).choices[0]
     assert 1 < len(whole.message.tool_calls) <= MOST_CALLS
     pieces = [p.choices[0] for p in ask(client, "required", tools=[TIME], max_tokens=600, stream=True)]
     deltas = [call for piece in pieces for call in piece.delta.tool_calls or ()]
-    names, arguments = list[str](), dict[int, str]()
+    names, arguments = [], {}
     for delta in deltas:
         if delta.id is not None:
             assert delta.index == len(names) and delta.type == "function" and delta.function.arguments == ""
@@ -88,7 +85,7 @@ def test_several_calls_and_their_stream(client: Any) -> None:
     assert not any(p.delta.content for p in pieces)
 
 
-def test_strict_functions_leave_text_free(client: Any) -> None:
+def test_strict_functions_leave_text_free(client):
     strict = [{**one, "function": {**one["function"], "strict": True}} for one in (WEATHER, TIME)]
     free = ask(client, "auto", tools=strict, max_tokens=12).choices[0]
     assert free.message.content and free.finish_reason == "length"
@@ -101,7 +98,7 @@ CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": "utc"}}\n</tool_call
 
 
 @pytest.mark.parametrize("strict", (False, True))
-def test_calls_or_a_schema_of_the_answer(running: Running, strict: bool) -> None:
+def test_calls_or_a_schema_of_the_answer(running, strict):
     """One grammar allows both and nothing else, in every interface. A required call leaves no other answer."""
     own = {"name": "time", "strict": strict}
     schema = TIME["function"]["parameters"]
@@ -115,9 +112,8 @@ def test_calls_or_a_schema_of_the_answer(running: Running, strict: bool) -> None
     message = {"model": NAME, "messages": SAID, "max_tokens": 9, "tools": [{**own, "input_schema": schema}]}
     message |= {"output_config": {"format": form}, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}
 
-    def passes(asked: parse.Request, text: str) -> bool:
+    def passes(asked, text):
         made = running.server._prepare_chat(asked)
-        assert made.grammar is not None
         mask = made.grammar()
         for token in running.server.tokens.encode(text, False, ""):
             if mask.is_done or not mask.allowed(token + 1)[token]:
@@ -135,7 +131,7 @@ def test_calls_or_a_schema_of_the_answer(running: Running, strict: bool) -> None
 
 @pytest.mark.parametrize("stream", (False, True))
 @pytest.mark.parametrize("begins", ("<", "{"))
-def test_such_an_answer(client: Any, tokenizer: Any, stream: bool, begins: str) -> None:
+def test_such_an_answer(client, tokenizer, stream, begins):
     """A bias on its first token chooses."""
     (token,) = tokenizer(begins).input_ids
     shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": SHAPE}}
@@ -152,7 +148,7 @@ def test_such_an_answer(client: Any, tokenizer: Any, stream: bool, begins: str) 
         check("time", "".join(call.arguments or "" for call in calls))
 
 
-def test_the_same_tools_without_a_choice(client: Any) -> None:
+def test_the_same_tools_without_a_choice(client):
     """`auto` is the default, and the answer of a model that calls nothing is its text."""
     auto, default = (ask(client, choice, max_tokens=8, temperature=0) for choice in ("auto", openai.omit))
     assert auto.choices[0].message.content == default.choices[0].message.content
@@ -180,15 +176,15 @@ def test_the_same_tools_without_a_choice(client: Any) -> None:
         ({"parallel_tool_calls": 3}, "parallel_tool_calls"),
     ),
 )  # fmt: skip
-def test_what_is_refused(running: Running, given: dict[str, Any], field: str) -> None:
+def test_what_is_refused(running, given, field):
     with pytest.raises(openai.BadRequestError) as caught:
         running.client().chat.completions.create(model=NAME, messages=SAID, max_tokens=4, extra_body=given)
     assert caught.value.param == field
 
 
-def reply(functions: Functions, **given: Any) -> ChatReply:
+def reply(functions, **given):
     asked = parse.chat({"model": NAME, "messages": SAID, **given}, 10)
-    return ChatReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader(functions), True))  # type: ignore[arg-type]
+    return ChatReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader(functions), True))
 
 
 EVENTS = [
@@ -200,7 +196,7 @@ EVENTS = [
 ]
 
 
-def test_reasoning_and_calls_in_a_whole_answer() -> None:
+def test_reasoning_and_calls_in_a_whole_answer():
     made = reply({})
     for event in EVENTS:
         made.hear(0, event)
@@ -221,7 +217,7 @@ def test_reasoning_and_calls_in_a_whole_answer() -> None:
     ]
 
 
-def test_reasoning_and_calls_in_a_stream() -> None:
+def test_reasoning_and_calls_in_a_stream():
     made = reply({}, stream=True)
     pieces = [piece for event in EVENTS for piece in made._pieces(0, made.choices[0], event)]
     assert pieces[0]["delta"] == {"role": "assistant", "content": ""}  # with the first token
@@ -236,7 +232,7 @@ def test_reasoning_and_calls_in_a_stream() -> None:
     assert pieces[-1]["finish_reason"] == "tool_calls"
 
 
-def test_reasoning_goes_back_into_the_template(running: Running) -> None:
+def test_reasoning_goes_back_into_the_template(running):
     said = [
         *SAID,
         {"role": "assistant", "content": "Sun.", "reasoning_content": "Hm."},
@@ -245,5 +241,4 @@ def test_reasoning_goes_back_into_the_template(running: Running) -> None:
     found = json.loads(post(f"{running.url}/tokenize", {"messages": said}))
     assert found["count"] > 0
     asked = parse.chat({"model": NAME, "messages": said}, 10).chat
-    assert asked is not None
     assert asked.messages[1]["reasoning_content"] == asked.messages[1]["thinking"] == "Hm."

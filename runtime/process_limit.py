@@ -19,7 +19,7 @@ from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import Version, align
 from moepack.runtime.dense.choice import dense_change
 from moepack.runtime.dense.linears import linears
-from moepack.runtime.devices import glibc
+from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.planning.choice import choose_policy, ladders_of
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, lone_embedding, measure
@@ -182,7 +182,7 @@ def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, d
 
 def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> None:
     if policy.is_live:
-        make_plan(bundle, policy.options, fixed.total, budget)
+        make_plan(bundle, policy.options, fixed.total, budget, torch_cuda.is_gpu(CPU))
     else:
         unchanging(bundle, policy, fixed, budget)
 

@@ -145,7 +145,7 @@ def _case(
             rates = []
             for turn in range(lengths.repeat + 1):
                 if kind == "prompt":
-                    took, _, _ = _read(model, _prompt(model, clients, tokens, turn), chunk)
+                    took = _read(model, _prompt(model, clients, tokens, turn), chunk)[0]  # without the cache's memory
                 else:
                     took = _decode(model, _prompt(model, clients, lengths.context, turn), tokens, chunk)
                 if turn:  # the first finds kernels to compile and caches to fill

@@ -172,7 +172,8 @@ def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, d
     Raises:
         TooSmallError: if the budget does not hold the model at its smallest versions.
     """
-    if options.budget is None or type(model).__name__ != bundle.manifest.model["architecture"]:
+    known = type(model).__name__ == bundle.manifest.model["architecture"]
+    if options.budget is None or not known or torch_cuda.is_gpu(CPU):
         return
     needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
     outside += dense_change(bundle, dense, model.dtype.itemsize)
@@ -182,7 +183,7 @@ def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, d
 
 def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> None:
     if policy.is_live:
-        make_plan(bundle, policy.options, fixed.total, budget, torch_cuda.is_gpu(CPU))
+        make_plan(bundle, policy.options, fixed.total, budget)
     else:
         unchanging(bundle, policy, fixed, budget)
 

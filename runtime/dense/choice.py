@@ -45,9 +45,15 @@ def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) ->
 
 
 def dense_change(bundle: Bundle, versions: Sequence[Version], item: int) -> int:
-    """Bytes that dense matrices take in these versions, minus their bytes with weights of `item` bytes each."""
-    if not versions:
-        return 0
-    pairs = zip(bundle.manifest.dense, versions, strict=True)
-    packed = sum(align(v.resident_size((d.matrix,)), SECTION) for d, v in pairs)
-    return packed - item * sum(d.matrix.weights + d.matrix.rows * d.matrix.bias for d in bundle.manifest.dense)
+    """Bytes that dense matrices take in these versions, minus their bytes with weights of `item` bytes each.
+
+    A plain matrix in a model of another dtype than BF16 is converted, and its extent is not kept.
+    """
+    change = 0
+    if versions:
+        for described, version in zip(bundle.manifest.dense, versions, strict=True):
+            matrix = described.matrix
+            if not version.plain or item == 2:
+                extent = align(version.resident_size((matrix,)), SECTION)
+                change += extent - item * (matrix.weights + matrix.rows * matrix.bias)
+    return change

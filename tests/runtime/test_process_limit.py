@@ -117,9 +117,9 @@ def test_a_process_keeps_its_limit_in_a_cage(bundle, evaluation):
     words = ["eval", bundle, "-d", evaluation, "--policy", "hotness", "--json", "-q"]
     words += ["--samples", "8", "--length", "256"]
     code, _, said, _ = in_cage(2 * GIB, *words, "--memory", "500MB")
-    found = re.search(r"a memory limit of 500000000 bytes is too small: the least that would do is (\d+) bytes", said)
+    found = re.search(r"a memory limit of 500MB is too small: the least that would do is ([\d.]+)MB", said)
     assert code == 2 and found and said.count("\n") == 1, said
-    limit = int(found[1])
+    limit = int(1e6 * float(found[1])) + 10_000  # as it is rounded
     code, out, said, peak = in_cage(limit, *words, "--memory", str(limit))
     assert code == 0, said
     facts = json.loads(out)

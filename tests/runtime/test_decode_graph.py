@@ -24,7 +24,7 @@ from moepack.runtime.devices import graphs
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.forward_wrapper import decode_graphs
 from moepack.runtime.kernels import attend_triton
-from moepack.runtime.policies.paged import Paged
+from moepack.runtime.policies.paged import PagedInPlace
 from moepack.server.batching import packed_cache, row_table
 from moepack.server.batching.engine import Engine, StepInput
 
@@ -99,8 +99,9 @@ class Served:
     def promote(self):
         """Go on until an expert has another version, or under `paged` another place."""
         before, policy = self.model.moepack.versions, self.model.moepack.manager.policy
-        if isinstance(policy, Paged):
-            policy._order, policy._before = [row[::-1] for row in policy._order], []  # the others come first
+        if isinstance(policy, PagedInPlace):
+            shares = policy.shares
+            shares.order, policy._before = [row[::-1] for row in shares.order], []  # the others come first
 
         def changed():
             self._round(time.monotonic())

@@ -20,7 +20,7 @@ from .formats import (
     formats,
 )
 from .gpu_day import gpu_layers, gpu_measured
-from .kernels import codec, kernels, released_kernels, whole_model
+from .kernels import codec, depth, kernels, released_kernels, whole_model
 from .peers import limited, limited_released, peer_models, peer_quality
 from .serving import (
     alpha,
@@ -58,6 +58,7 @@ TABLES: dict[str, Callable[[], str]] = {
         quality,
         quantisers,
         codec,
+        depth,
         kernels,
         whole_model,
         released_kernels,

@@ -15,6 +15,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
     *sorted((ROOT / "docs" / "design").glob("*.md")),
+    ROOT / "docs" / "contexts.md",
     ROOT / "docs" / "export.md",
     ROOT / "docs" / "families.md",
     ROOT / "docs" / "formats.md",

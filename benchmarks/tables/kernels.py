@@ -61,3 +61,14 @@ def released_kernels() -> str:
         found.setdefault(row["version"], []).extend([f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", over])
     columns = [f"{level}{head}" for level in ("AVX2", "AMX") for head in ("", ", GB/s", ", over bf16")]
     return table(["version", *columns], [[version, *cells] for version, cells in found.items()])
+
+
+def depth() -> str:
+    """A decoded token of one attention layer by the context's length: ours, and the family's own code."""
+    rows = results("depth")["rows"]
+    layers = list(dict.fromkeys(row["layer"] for row in rows))
+    by_depth: dict[int, list[str]] = {}
+    for row in rows:
+        cells = by_depth.setdefault(row["depth"], [f"{row['depth']:,}"])
+        cells.append(f"{row['ours ms']:.1f}, {row['own ms']:.3g}")
+    return table(["tokens in the cache", *(f"{name}: ours, own" for name in layers)], list(by_depth.values()))

@@ -264,7 +264,8 @@ def serve(
         int, typer.Option("--max-sequences", min=1, help="The most requests that are answered at once.")
     ] = 32,
     max_waiting: Annotated[
-        int, typer.Option("--max-waiting", min=1, help="The most sequences that wait: a request has `n` of them. More are refused.")
+        int,
+        typer.Option("--max-waiting", min=1, help="The most sequences that wait (`n` a request); more are refused."),
     ] = 256,
     max_connections: Annotated[
         int,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from moepack.families.model_class import top_k
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
+from moepack.runtime.dense.choice import serves_dense
 from moepack.runtime.dense.file_rows import FileRows
 from moepack.runtime.dense.linears import serve as serve_dense
 from moepack.runtime.dense.mapped import own
@@ -44,7 +44,6 @@ from .serving import Serving
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KERNELS = "MOEPACK_DENSE_KERNELS"  # an environment variable: "off" leaves dense modules to the model's own code
 log = logging.getLogger("moepack.runtime")
 
 
@@ -110,11 +109,6 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
         if manager is not None:
             manager.close()
         raise
-
-
-def serves_dense() -> bool:
-    """Whether kernels may take the place of the code of modules outside the experts."""
-    return os.environ.get(KERNELS, "on") != "off"
 
 
 def _replaced_on_gpu(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:

@@ -17,9 +17,10 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import Version, align
-from moepack.runtime.dense.choice import dense_change
-from moepack.runtime.dense.linears import linears
+from moepack.runtime.dense.choice import dense_change, serves_dense
+from moepack.runtime.dense.linears import linears, padding
 from moepack.runtime.devices import glibc, torch_cuda
+from moepack.runtime.experts import backends
 from moepack.runtime.planning.choice import choose_policy, ladders_of
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, lone_embedding, measure
@@ -152,6 +153,7 @@ def keep_limit(
     needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
     limit = limit_of(options, measured())
     outside += dense_change(bundle, dense, model.dtype.itemsize) - _in_file(needs, model, bundle)
+    outside += _padding(model, bundle)
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
     check_policy(bundle, policy)
@@ -176,7 +178,7 @@ def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, d
     if options.budget is None or not known or torch_cuda.is_gpu(CPU):
         return
     needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
-    outside += dense_change(bundle, dense, model.dtype.itemsize)
+    outside += dense_change(bundle, dense, model.dtype.itemsize) + _padding(model, bundle)
     policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
     _check_fits(bundle, policy, Fixed(outside, needs.kv_bytes, needs.activations), options.budget)
 
@@ -186,6 +188,15 @@ def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> No
         make_plan(bundle, policy.options, fixed.total, budget)
     else:
         unchanging(bundle, policy, fixed, budget)
+
+
+def _padding(model: PreTrainedModel, bundle: Bundle) -> int:
+    """Return the bytes that a model's dense matrices without versions take beyond their own where kernels read them."""
+    if not serves_dense() or backends.backend(CPU) != "native":
+        return 0
+    own = {d.module for d in bundle.manifest.dense}
+    found = linears(model, [layer.module for layer in bundle.layers])
+    return padding({name: module for name, module in found.items() if name not in own})
 
 
 def _in_file(needs: MeasuredNeeds, model: PreTrainedModel, bundle: Bundle) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moepack.pack.errors import InputError
 from moepack.pack.isa import emulated
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import LOSSLESS, SECTION, ExpertLayer, Matrix, Version, align, is_dense
+from moepack.pack.spec import LOSSLESS, MEMORY_PAGE, SECTION, ExpertLayer, Matrix, Version, align, is_dense
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.devices.migration import HostEvent
 from moepack.runtime.experts import backends
@@ -297,6 +297,17 @@ def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
     memory.take(0, sum(sizes.values()))
     parts = memory.tensor[: sum(sizes.values())].split(list(sizes.values()))
     return dict(zip(sizes, parts, strict=True))
+
+
+def padding(found: Mapping[str, nn.Linear]) -> int:
+    """Return the bytes that BF16 matrices take beyond their own once `serve` has moved them into huge pages."""
+    whole = held = 0
+    for module in found.values():
+        if module.weight.dtype == torch.bfloat16:
+            matrix = Matrix("weight", module.out_features, module.in_features, module.bias is not None)
+            whole += align(Version.of(LOSSLESS).resident_size((matrix,)), SECTION)
+            held += module.weight.nbytes + (0 if module.bias is None else module.bias.nbytes)
+    return align(whole, MEMORY_PAGE) - held
 
 
 def _move(found: Mapping[str, nn.Linear]) -> dict[str, PackedMatrix]:

@@ -37,7 +37,7 @@ def ours(frame: FrameType | None) -> bool:
         file = frame.f_code.co_filename
         own = file == __file__ or file.startswith("<") or (file.startswith(library) and "site-packages" not in file)
         if not own:
-            return file.startswith(ROOT)
+            return file.startswith(ROOT) and "site-packages" not in file  # an environment may be in the clone
         frame = frame.f_back
     return False
 

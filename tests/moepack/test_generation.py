@@ -186,6 +186,6 @@ def test_a_chat_with_a_server(bundle):
             session.load(256, 64)
             talk(local_model(session, 8, how, ("\n",)), "Be short.", lines, here.append)
         assert "".join(there) == "".join(here) and len("".join(here)) > 10
-        for key, new, words in (("wrong", 8, "key"), ("secret", 1 << 20, "max_tokens|tokens of a sequence")):
+        for key, new, words in (("wrong", 8, "key"), ("secret", 1 << 20, "maximum context length")):
             with pytest.raises(InputError, match=words):
                 talk(server(running.url, key, new, flags), lines=lines, tell=lambda text: None)

@@ -19,7 +19,8 @@ from tiny_models import build_tiny
 from transformers import StaticCache
 
 from moepack.pack.errors import InputError
-from moepack.runtime import attach, decode_graph
+from moepack.runtime import decode_graph
+from moepack.runtime.dense import choice
 from moepack.runtime.devices import graphs
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.forward_wrapper import decode_graphs
@@ -61,7 +62,7 @@ def bundles(demo_model, text, made_once):
 @pytest.fixture(autouse=True)
 def dense_kernels(gpu, monkeypatch):
     """Norms, routers and projections by launches, which the stand-in leaves to torch."""
-    monkeypatch.setenv(attach.KERNELS, "on")
+    monkeypatch.setenv(choice.KERNELS, "on")
     monkeypatch.setenv(graphs.VARIABLE, "off")
 
 

@@ -130,7 +130,8 @@ def test_every_policy_by_every_way(kind, policy, native, evaluation):
     want = logits(bundle, policy=f"static:{best(bundle)}")
     assert torch.equal(logits(bundle, **asked, **WORK), want)
     planned = plan(bundle, LoadOptions(**asked, **WORK))
-    assert planned.feasible and {n.partition("@")[0] for row in planned.table for n in row} <= {best(bundle), "absent"}
+    shown = {name.partition("@")[0] for row in planned.table for name in row}
+    assert planned.feasible and shown <= {best(bundle), "absent", "stored"}
     options = LoadOptions(dtype="float32", batch=1, **asked, **WORK)
     scored = evaluate(bundle, [str(evaluation)], options, length=64, samples=2, kl=True)
     assert scored.kl == 0 and scored.top1_agreement == 1 and scored.resident_bytes_peak <= AMPLE

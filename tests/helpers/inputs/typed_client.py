@@ -41,12 +41,12 @@ def serve(path: str, size: str) -> dict[str, int]:
         return serving.by_version
 
 
-def wrong(path: str):
+def wrong(path: str) -> None:
     """What a type checker finds: without it, these comments would be errors of their own."""
-    moepack.load(path, polcy="hotness")
-    moepack.load(path, batch="2")
-    moepack.lod(path)
-    print(moepack.open(path).version)
+    moepack.load(path, polcy="hotness")  # type: ignore[call-arg]
+    moepack.load(path, batch="2")  # type: ignore[arg-type]
+    moepack.lod(path)  # type: ignore[attr-defined]
+    print(moepack.open(path).version)  # type: ignore[attr-defined]
 
 
 print(f"moepack {moepack.__version__}", read, build, serve, wrong)

@@ -7,9 +7,9 @@ from live_models import hurt_when_loaded
 from support import CHOICES
 
 from moepack.pack.errors import InputError, NotFiniteError
-from moepack.reports import tasks
 from moepack.reports.tasks import render, run_tasks
 from moepack.runtime.planning.options import LoadOptions
+from moepack.shared import opening
 
 harness = pytest.importorskip("lm_eval.tasks")
 
@@ -46,6 +46,6 @@ def test_a_task_that_does_not_exist(bundle, folder, monkeypatch):
 
 def test_an_answer_of_nan_is_not_a_wrong_one(bundle, folder, monkeypatch):
     """The harness compares likelihoods of NaN, and reported an accuracy."""
-    hurt_when_loaded(monkeypatch, tasks)
+    hurt_when_loaded(monkeypatch, opening)
     with pytest.raises(NotFiniteError, match=r"mini gives logits that are NaN"):
         run_tasks(bundle, ["choices"], LoadOptions(policy="static:bf16"), folder=folder, length=64)

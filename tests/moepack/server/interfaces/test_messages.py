@@ -171,7 +171,7 @@ def test_every_refusal_has_the_shape(running):
     for app, method, status in ((running.server.app, "GET", 405), (loading.app, "POST", 503)):
         found = TestClient(app, "http://localhost").request(method, "/v1/messages")
         assert (found.status_code, found.json()["type"]) == (status, "error")
-    assert found.headers["retry-after"] == "1"
+    assert found.headers["retry-after"] == "5"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def serve_rows(model: nn.Module, layers: Collection[int]) -> set[int]:
         ):
             continue
         found.add(number)
-        if not hasattr(module, "_moepack_linear") and "_moepack_by_row" not in vars(kind):
+        if getattr(module, "_moepack_linear", None) is None and "_moepack_by_row" not in vars(kind):
             module.__class__ = _in_rows(kind)
     return found
 

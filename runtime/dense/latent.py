@@ -231,7 +231,7 @@ def over_latents(found: Attention) -> Attention:
             return found(module, query, key, value, attention_mask, **given)
         step = current()
         watched = step is not None and step.importance is not None  # by who wants to see all keys at once
-        if absorbs and not watched and _usual(query, key, attention_mask, given):
+        if absorbs and not watched and _usual(module, query, key, attention_mask, given):
             made = key.attend(query, attention_mask, given["scaling"])
             if made is None:
                 made = key.by_heads(found, module, query, attention_mask, given)
@@ -241,8 +241,10 @@ def over_latents(found: Attention) -> Attention:
     return attention
 
 
-def _usual(query: Tensor, key: Latents, mask: Tensor | None, given: dict[str, Any]) -> bool:
+def _usual(module: Any, query: Tensor, key: Latents, mask: Tensor | None, given: dict[str, Any]) -> bool:
     """Whether attention of these arguments is what `Latents.attend` computes."""
+    ordered = given.get("is_causal")
+    ordered = getattr(module, "is_causal", True) if ordered is None else ordered
     batch, _, length, _ = key.latent.shape
     tokens = query.shape[2]
     if mask is None:
@@ -256,7 +258,7 @@ def _usual(query: Tensor, key: Latents, mask: Tensor | None, given: dict[str, An
         and query.stride(3) == 1
         and given.get("scaling") is not None
         and not given.get("dropout")
-        and given.get("is_causal") is not False
+        and (ordered or mask is not None)
         and not learns(query)
         and not any(given.get(name) is not None for name in (*SPECIAL, "indices"))
     )

@@ -55,16 +55,16 @@ class _Place:
     decays: str | None  # a module that computes decays' logarithms
     last: str  # the last product
     read: tuple[tuple[str, str], ...]  # modules and parameters whose values the rule has
-    addresses: tuple[int, ...]
+    states_of: tuple[tuple[int, int], ...]  # each one's address and version: some are copied when a model is loaded
 
     def holds(self, module: nn.Module) -> bool:
         """Whether what the rule has of a module is as it was: at its address, frozen, without hooks."""
         if _has_any_global_hook():
             return False
-        for (owner, name), at in zip(self.read, self.addresses, strict=True):
+        for (owner, name), state in zip(self.read, self.states_of, strict=True):
             m = module._modules[owner] if owner else module
             weight = None if m is None else m._parameters.get(name)
-            if m is None or weight is None or weight.data_ptr() != at or learns(weight):
+            if m is None or weight is None or _state(weight) != state or learns(weight):
                 return False
             if owner and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
                 return False
@@ -207,10 +207,15 @@ def _made(
         raise ValueError("the kernel does not fit")
     weights = DeltaWeights(filters.flatten(1), inner.weight.detach(), epsilon, sigmoid, **own)
     read = (("conv1d", "weight"), (norm, "weight"), *((("", "A_log"), ("", "dt_bias")) if own else ()))
-    at = tuple(getattr(getattr(module, owner) if owner else module, name).data_ptr() for owner, name in read)
+    at = tuple(_state(getattr(getattr(module, owner) if owner else module, name)) for owner, name in read)
     for name in (*" ".join(maps).split(), last, *((decays,) if decays else ())):
         module._modules[name]
     return _Place(DeltaRule(sizes, places, weights), maps, decays, last, read, at)
+
+
+def _state(weight: Tensor) -> tuple[int, int]:
+    """Return a weight's address and the number of times that it was changed in place; a copy in inference has none."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
 
 
 @functools.cache
@@ -231,7 +236,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
         mask = kwargs.get("attention_mask")
         given = x if mask is None else (x * mask[:, :, None]).to(x.dtype)
         projections, logs = place.project(self, given)
-        if any(p.dtype != torch.bfloat16 or learns(p) for p in projections):
+        if any(p.dtype != torch.bfloat16 or learns(p) for p in projections) or (logs is not None and learns(logs)):
             return plain(self, *args, **kwargs)
         batch, tokens, _ = x.shape
         states = place.states(kwargs.get(cache_name), self.layer_idx, batch, tokens)

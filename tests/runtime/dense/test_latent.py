@@ -170,3 +170,19 @@ def test_maps_that_are_no_plain_matrix_are_refused():
     module.v_head_dim = 24
     with pytest.raises(ValueError, match=MAP):
         LatentMap(module)
+
+
+def test_a_layer_without_an_order_of_tokens_sees_all():
+    """The fault: what transformers reads of the module where the call does not say it."""
+    own, served = attention("plain", torch.bfloat16), attention("plain", torch.bfloat16)
+    serve_attention(served)
+    serve_latents(served)
+    x = torch.randn(1, 6, 64).bfloat16()
+    turn = own.model.rotary_emb(x, torch.arange(6)[None])
+    made = []
+    for model in (own, served):
+        module = model.model.layers[0].self_attn
+        module.is_causal = False
+        with torch.no_grad():
+            made.append(module(x, position_embeddings=turn, attention_mask=None)[0])
+    assert (made[0] - made[1]).abs().max() <= 2**-6 * made[0].abs().max()

@@ -162,6 +162,12 @@ def test_a_layer_with_hooks_or_adapters_runs_its_own_code(runs):
     with torch.no_grad():
         layer.A_log.data = layer.A_log.data.clone()
         layer(hidden_states=x)
+        assert not runs
+        other = layers_of(model)[1]
+        other(hidden_states=x)
+        assert runs.pop() and not runs
+        other.A_log.add_(1)  # in place: the kernel has decays of the old ones
+        other(hidden_states=x)
     assert not runs
 
 

@@ -55,13 +55,19 @@ def _with_name(function: types.FunctionType, name: str, value: object) -> types.
     return made
 
 
-def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
-    """Return a module's forward without decorators if it reads this global name, not yet replaced; else `None`."""
+def _own_code(module: nn.Module) -> types.FunctionType | None:
+    """Return a module's forward without decorators; None if it is not its class's, or no function of Python's."""
     function = inspect.unwrap(type(module).forward)
     if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
         return None
-    if isinstance(function.__globals__.get(name), _Names):
-        return None  # replaced already
+    return function
+
+
+def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
+    """Return a module's own code if it reads this global name, not yet replaced; else `None`."""
+    function = _own_code(module)
+    if function is None or isinstance(function.__globals__.get(name), _Names):
+        return None
     return function if name in function.__code__.co_names else None
 
 
@@ -192,10 +198,10 @@ def with_attention(kind: Any, change: Callable[[Attention], Attention]) -> Calla
 
 def attends_by_name(module: nn.Module) -> bool:
     """Whether a module's own code asks transformers' table for its attention function."""
-    function = inspect.unwrap(type(module).forward)
-    if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
+    function = _own_code(module)
+    if function is None or REGISTRY not in function.__code__.co_names:
         return False
-    return REGISTRY in function.__code__.co_names and hasattr(function.__globals__.get(REGISTRY), "get_interface")
+    return hasattr(function.__globals__.get(REGISTRY), "get_interface")
 
 
 @functools.cache

@@ -61,10 +61,15 @@ def fetch_files(
 
 
 def _part_of(advance: Callable[[int], object], stopped: threading.Event) -> type:
-    """A progress bar class for huggingface_hub, which gives each file a bar: it calls `advance` until `stopped`."""
+    """A progress bar class for one file's downloads by huggingface_hub: it calls `advance` until `stopped`.
+
+    A download that is tried again begins with the bytes that have been counted.
+    """
+    counted = 0
 
     class Part:
         def __init__(self, *_: object, initial: int = 0, **__: object) -> None:
+            self._at = 0
             self.update(initial)
 
         def __enter__(self) -> Part:
@@ -74,8 +79,11 @@ def _part_of(advance: Callable[[int], object], stopped: threading.Event) -> type
             return None
 
         def update(self, n: float | None = 1) -> None:
-            if not stopped.is_set():
-                advance(int(n or 0))
+            nonlocal counted
+            self._at += int(n or 0)
+            if self._at > counted and not stopped.is_set():
+                advance(self._at - counted)
+                counted = self._at
 
         def __getattr__(self, name: str) -> Callable[..., None]:
             return lambda *_, **__: None

@@ -38,6 +38,7 @@ class Machine:
     before: Callable[[list[StepInput]], None] = lambda items: None
     gate: threading.Event | None = None
     most_kept = 0
+    ran: int = 1 << 30  # items of a pass, where each has one of its own and the budget refuses the next
     at_once: Callable[[], int | None] = lambda: None  # sequences of a decoding pass
     seconds: float = 0.0  # that passes waited for experts
     kept: int = 0  # tokens of kept chunks, of prompts that nobody asks for
@@ -84,6 +85,7 @@ class Machine:
         if self.gate is not None:
             self.gate.wait(PATIENCE)
         self.before(items)
+        items = items[: self.ran]
         self.passes.append([(len(i.tokens), i.slot.length) for i in items])
         out = []
         for item in items:

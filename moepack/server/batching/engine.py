@@ -23,6 +23,7 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError
 from moepack.runtime.dense.by_row import serve_rows
 from moepack.runtime.devices import glibc
+from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.residency.kv_reserve import KvBudget
 
 from .packed_cache import (
@@ -280,7 +281,8 @@ class Engine:
         """Run one step.
 
         Returns:
-            For each input its logits [wanted, vocab] in the model's dtype, or None if it wants none.
+            For each input its logits [wanted, vocab] in the model's dtype, or None if it wants none. Where each has a
+            pass of its own, the list ends before an input that the budget refused.
 
         Raises:
             BudgetExceeded: before any computation, if the budget has no room.
@@ -299,7 +301,7 @@ class Engine:
                     for item in items:
                         item.slot.cache = None
                     raise
-            return [self._alone_pass(item) for item in items]
+            return self._each_alone(items)
 
     def _packed(self, items: Sequence[StepInput]) -> list[Tensor | None]:
         rows = self._rows
@@ -320,6 +322,18 @@ class Engine:
             item.slot.length += item.taken + len(item.tokens)
         parts = iter(logits.split([item.wanted for item in items if item.wanted] or 1))
         return [next(parts) if item.wanted else None for item in items]
+
+    def _each_alone(self, items: Sequence[StepInput]) -> list[Tensor | None]:
+        """Run a pass for each item. The results of those before one that the budget refuses count."""
+        made: list[Tensor | None] = []
+        for item in items:
+            try:
+                made.append(self._alone_pass(item))
+            except BudgetExceeded:
+                if not made:
+                    raise
+                break
+        return made
 
     def _alone_pass(self, item: StepInput) -> Tensor | None:
         slot = item.slot

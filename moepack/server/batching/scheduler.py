@@ -392,6 +392,7 @@ class Scheduler:
         waited = self._engine.waited()
         try:
             out = self._engine.run([item for _, item in planned])
+            planned = planned[: len(out)]  # the others wait for the next step
             likeliest: list[int | None] = [None] * len(out)
             if self._engine.at_once() is not None:  # where passes are replayed: one wait for all tokens
                 likeliest = likeliest_of([one.sampler for one, _ in planned], out)

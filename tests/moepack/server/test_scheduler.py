@@ -233,6 +233,14 @@ def test_a_budget_that_refuses_is_asked_for_less(bench):
     assert all(e[-1].error is not None and "more than 0" in str(e[-1].error) for e in told) and b.machine.held() == 0
 
 
+def test_passes_that_ran_before_a_refusal_count(bench):
+    """The fault: a prompt that had been read, and whose logits were lost, was asked for no token any more."""
+    b = bench(Machine(ran=1))
+    told = [b.ask([n + 1] * 9, 5) for n in range(3)]
+    b.ended()
+    assert [text(events) for events in told] == [expected([n + 1] * 9, 5) for n in range(3)]
+
+
 @pytest.mark.parametrize(("room", "limits"), [(300, {}), (1 << 30, {"kv_tokens": 300})])
 def test_kept_chunks_leave_before_a_request_waits(room, limits, bench):
     """Two sequences of 45 tokens fit beside 192 kept ones, three beside 128, and four beside 64."""

@@ -12,6 +12,7 @@ In such a module `expand_kv` returns unexpanded `Latents`, and the attention fun
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -229,18 +230,20 @@ def over_latents(found: Attention) -> Attention:
     if getattr(found, "takes_latents", False):
         return found
     absorbs = is_sdpa(found)
+    plain = inspect.unwrap(found)  # which nobody observes head by head
 
     def attention(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | None, **given: Any
     ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(key, Latents):
             return found(module, query, key, value, attention_mask, **given)
-        step = current()
-        watched = step is not None and step.importance is not None  # by who wants to see all keys at once
-        if absorbs and not watched and _usual(module, query, key, attention_mask, given):
+        if absorbs and _usual(module, query, key, attention_mask, given):
             made = key.attend(query, attention_mask, given["scaling"])
             if made is None:
-                made = key.by_heads(found, module, query, attention_mask, given)
+                made = key.by_heads(plain, module, query, attention_mask, given)
+            step = current()
+            if step is not None and step.importance is not None:  # it ranks tokens by all heads' keys
+                step.importance.saw(module, query, key.expanded()[0], attention_mask, given)
             return made, None
         return found(module, query, *key.expanded(), attention_mask, **given)
 

@@ -130,7 +130,7 @@ def test_a_layer_that_expands_otherwise_keeps_its_own_code(monkeypatch):
 
 
 def test_what_is_left_to_the_familys_code(monkeypatch):
-    """Gradients, another map, hooks on it, and a policy that watches the keys all see expanded keys and values."""
+    """Gradients, another map and hooks on it see expanded keys and values; so does who watches, at no change."""
     model = attention("plain", torch.bfloat16)
     own = attention("plain", torch.bfloat16)
     serve_attention(own)
@@ -146,8 +146,11 @@ def test_what_is_left_to_the_familys_code(monkeypatch):
         return same and ran.absorbed == ran.expanded == 0
 
     assert not is_plain() and ran.absorbed == 5
-    with opened(Step(importance=SimpleNamespace(saw=lambda *_: None))):
-        assert is_plain()
+    unwatched = passes(model, x)
+    keys = []
+    with opened(Step(importance=SimpleNamespace(saw=lambda *call: keys.append(call[2])))):
+        assert torch.equal(passes(model, x), unwatched)
+    assert keys and all(isinstance(key, Tensor) and key.shape[1] == keys[0].shape[1] > 1 for key in keys)
     hook = module.kv_b_proj.register_forward_hook(lambda *_: None)
     assert is_plain()
     hook.remove()

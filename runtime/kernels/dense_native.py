@@ -114,6 +114,8 @@ class MatrixGroup:
     def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
         """Unpack weights of matrix `number` as `affine_native.unpack` does."""
         m = self.matrices[number]
+        if out.dtype not in DTYPES:
+            raise ValueError(f"weights are unpacked to float32 or bfloat16, not {out.dtype}")
         form = self._forms.ctypes.data + number * self._forms.strides[0]
         if unpack_at(m.cols, m.data, form, out, first, threads):
             raise unknown_form(m.form.name, m.form.bits, m.form.group)
@@ -165,11 +167,12 @@ def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tenso
     if not tiles and tokens > 1:
         for i, (out, most) in enumerate(zip(outs, of.limits[x.dtype], strict=True)):
             if tokens > most:
-                _dense_by_torch(of, i, x.view(tokens, cols), out.view(tokens, -1), threads)
+                dense_by_torch(of, i, x.view(tokens, cols), out.view(tokens, -1), threads)
     return outs
 
 
-def _dense_by_torch(of: MatrixGroup, number: int, x: Tensor, out: Tensor, threads: int) -> None:
+def dense_by_torch(of: MatrixGroup, number: int, x: Tensor, out: Tensor, threads: int) -> None:
+    """Write y = W x + b for matrix `number` into out [tokens, rows], for x [tokens, cols] of its dtype, by torch."""
     m = of.matrices[number]
     bias = m.bias
     if bias is None and m.form.bias >= 0:

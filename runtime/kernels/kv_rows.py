@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from .affine_native import POINTER, WORD, library
@@ -25,7 +26,7 @@ _code = library.moepack_kv_code
 _code.argtypes = [POINTER, *[WORD] * 4, POINTER]
 _code.restype = None
 _open = library.moepack_kv_open
-_open.argtypes = [POINTER, *[WORD] * 3, POINTER]
+_open.argtypes = [POINTER, *[WORD] * 4, POINTER]
 _open.restype = None
 
 
@@ -35,70 +36,23 @@ def row_bytes(cols: int, bits: int) -> int:
 
 
 def coded(x: Tensor, bits: int) -> Tensor:
-    """Code floats [..., cols]; return uint8 [..., row_bytes(cols, bits)]. `cols` is even."""
+    """Code floats [..., cols] on the CPU; return uint8 [..., row_bytes(cols, bits)]. `cols` is even."""
     cols = x.shape[-1]
-    if type(x) is not Tensor or x.device.type != "cpu":
-        return coded_by_torch(x, bits)
-    if x.dtype not in (torch.bfloat16, torch.float32):
-        x = x.float()
-    x = x.contiguous()
-    out = torch.empty(*x.shape[:-1], row_bytes(cols, bits), dtype=torch.uint8)
-    _code(x.data_ptr(), x.dtype == torch.bfloat16, x.numel() // max(1, cols), cols, bits, out.data_ptr())
+    x = (x if x.dtype in (torch.bfloat16, torch.float32) else x.float()).contiguous()
+    out = x.new_empty(*x.shape[:-1], row_bytes(cols, bits), dtype=torch.uint8)
+    if not isinstance(x, FakeTensor):  # of a skeleton, which has shapes alone
+        _code(x.data_ptr(), x.dtype == torch.bfloat16, x.numel() // max(1, cols), cols, bits, out.data_ptr())
     return out
-
-
-def coded_by_torch(x: Tensor, bits: int) -> Tensor:
-    """Return what `coded` does, by torch's operations."""
-    cols = x.shape[-1]
-    size = GROUPS[bits]
-    groups = -(-cols // size)
-    padded = torch.nn.functional.pad(x.float(), (0, groups * size - cols)).unflatten(-1, (groups, size))
-    far = padded.amax(-1, keepdim=True)
-    low = padded.amin(-1, keepdim=True)
-    far = torch.where(far > -low, far, low)
-    scale = (far.abs() / 127 if bits == 8 else far / -8).bfloat16()
-    by = scale.float()
-    limits = (-127, 127) if bits == 8 else (-8, 7)
-    codes = torch.where(by == 0, 0.0, padded / by).round().clamp(*limits).nan_to_num().to(torch.int8)
-    scale = torch.where(padded.isfinite().all(-1, keepdim=True), scale, torch.nan).squeeze(-1).contiguous()
-    if bits == 8:
-        packed = codes.flatten(-2)[..., :cols].view(torch.uint8)
-    else:
-        shifted = (codes + 8).view(torch.uint8)
-        halves = [(shifted[..., g, : n // 2], shifted[..., g, n // 2 : n]) for g, n in _sizes(cols, size)]
-        packed = torch.cat([first | second << 4 for first, second in halves], dim=-1)
-    return torch.cat([packed, scale.view(torch.uint8)], dim=-1)
 
 
 def opened(rows: Tensor, cols: int, bits: int, dtype: torch.dtype) -> Tensor:
     """Return the numbers of coded rows uint8 [..., row_bytes(cols, bits)], [..., cols] of a floating dtype."""
-    if type(rows) is not Tensor or rows.device.type != "cpu" or dtype != torch.bfloat16:
-        return opened_by_torch(rows, cols, bits, dtype)
     rows = rows.contiguous()
-    out = torch.empty(*rows.shape[:-1], cols, dtype=dtype)
-    _open(rows.data_ptr(), out.numel() // max(1, cols), cols, bits, out.data_ptr())
-    return out
-
-
-def opened_by_torch(rows: Tensor, cols: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Return what `opened` does, by torch's operations."""
-    size = GROUPS[bits]
-    width = cols * bits // 8
-    scale = rows[..., width:].contiguous().view(torch.bfloat16).float()
-    if bits == 8:
-        codes = rows[..., :width].contiguous().view(torch.int8).float()
-    else:
-        parts = []
-        for g, n in _sizes(cols, size):
-            some = rows[..., g * size // 2 : (g * size + n) // 2]
-            parts += [some & 15, some >> 4]
-        codes = torch.cat(parts, dim=-1).float() - 8
-    return (codes * scale.repeat_interleave(size, dim=-1)[..., :cols]).to(dtype)
-
-
-def _sizes(cols: int, size: int) -> list[tuple[int, int]]:
-    """Return each group's place and numbers."""
-    return [(g, min(size, cols - g * size)) for g in range(-(-cols // size))]
+    short = dtype == torch.bfloat16
+    out = rows.new_empty(*rows.shape[:-1], cols, dtype=torch.bfloat16 if short else torch.float32)
+    if not isinstance(rows, FakeTensor):
+        _open(rows.data_ptr(), out.numel() // max(1, cols), cols, bits, short, out.data_ptr())
+    return out.to(dtype)
 
 
 class CodedRows(Tensor):

@@ -15,6 +15,7 @@
 #define ROWS 16   /* rows of one unit of work: queries of heads that share keys, or of successive tokens */
 #define SPAN 1024 /* the least keys of a unit */
 #define SPANS 8   /* the most spans */
+#define ROWS_AHEAD 24 /* coded rows that are fetched ahead of the one that is made BF16 */
 
 /* Vectors by batch, head and token, a row each; steps count bytes. A row of 8 or 4 bits has the codes of all numbers, and
  * then a BF16 scale of every GROUP_8 or GROUP_4 of them. In 4 bits a group's second half lies above its first. */
@@ -147,7 +148,12 @@ BF16_INLINE void opened_row_bf16(const uint8_t *from, int64_t cols, int64_t bits
 
 BF16_INLINE Strip strip_bf16(const Rows *rows, const uint8_t *from, int64_t n, uint16_t *room) {
     if (rows->bits == 16) return (Strip){(const uint16_t *)from, rows->token / 2};
-    for (int64_t i = 0; i < n; i++) opened_row_bf16(from + i * rows->token, rows->cols, rows->bits, room + i * rows->cols);
+    const int64_t size = rows->cols * rows->bits / 8;
+    for (int64_t i = 0; i < n; i++) {
+        const uint8_t *row = from + i * rows->token;
+        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(row + ROWS_AHEAD * rows->token + c, 0, 2);
+        opened_row_bf16(row, rows->cols, rows->bits, room + i * rows->cols);
+    }
     return (Strip){room, rows->cols};
 }
 
@@ -441,8 +447,23 @@ void moepack_kv_code(const void *x, int64_t bf16, int64_t rows, int64_t cols, in
         }
 }
 
-/* Make rows of `Rows`, one after another, BF16. */
-void moepack_kv_open(const uint8_t *from, int64_t rows, int64_t cols, int64_t bits, uint16_t *out) {
+/* Make rows of `Rows`, one after another, BF16 or float32. */
+void moepack_kv_open(const uint8_t *from, int64_t rows, int64_t cols, int64_t bits, int64_t bf16, void *out) {
     const int64_t group = bits == 8 ? GROUP_8 : GROUP_4, row = cols * bits / 8 + 2 * ceil_div(cols, group);
-    for (int64_t r = 0; r < rows; r++) opened_row(from + r * row, cols, bits, out + r * cols);
+    for (int64_t r = 0; r < rows; r++, from += row) {
+        if (bf16) {
+            opened_row(from, cols, bits, (uint16_t *)out + r * cols);
+            continue;
+        }
+        float *to = (float *)out + r * cols;
+        for (int64_t c = 0; c < cols; c += group) {
+            const float scale = widen(short_at(from + cols * bits / 8 + c / group * 2));
+            const int64_t n = least(group, cols - c);
+            for (int64_t i = 0; i < n; i++) {
+                const uint8_t byte = from[bits == 8 ? c + i : (c + i % (n / 2) * 2) / 2];
+                const int low = byte & 15, high = byte >> 4;
+                to[c + i] = (float)(bits == 8 ? (int8_t)byte : (i < n / 2 ? low : high) - 8) * scale;
+            }
+        }
+    }
 }

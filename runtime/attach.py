@@ -70,7 +70,9 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
     kernels = compiled and serves_dense()
     if kv and not compiled:
-        raise InputError(f"kv={workload.kv}: a cache is coded on a CPU with moepack's compiled kernels: leave kv out here")
+        raise InputError(
+            f"kv={workload.kv}: a cache is coded on a CPU with moepack's compiled kernels: leave kv out here"
+        )
     if in_place := device_memory is not None and devices[0].type == "cpu":
         glibc.bound()  # at once: memory freed while loading goes back
         own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them

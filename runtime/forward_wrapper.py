@@ -33,7 +33,7 @@ from moepack.runtime.experts.prediction import Prediction, tell_logits
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
-from moepack.runtime.step.context import RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
+from moepack.runtime.step.context import PackedCache, RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
@@ -175,7 +175,7 @@ class ForwardWrapper:
         with contextlib.ExitStack() as stack:
             if manager is not None:
                 stack.enter_context(manager.pass_lock())
-            if (cache := cache_of(given)) is not None:
+            if (cache := cache_of(given)) is not None and not isinstance(cache, PackedCache):  # which codes for itself
                 from moepack.runtime.kv.growing import grow_in_place  # which imports transformers
 
                 grow_in_place(cache, 0 if self.caches is None else self.caches.needs.workload.kv_tokens, self.kv)

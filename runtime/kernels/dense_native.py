@@ -15,7 +15,7 @@ from moepack.pack.spec import LOSSLESS, Version
 from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unknown_form, unpack_at
 from .by_torch import multiply, of_matrix, of_packed
 from .forms import Form, kernel_of
-from .kv_rows import PLAIN, CodedRows
+from .kv_rows import PLAIN, ROTATED, CodedRows, rotated
 
 UNPACKED = 16  # rows of a packed matrix that are unpacked together
 PLAIN_FORM = Form(LOSSLESS, Version.of(LOSSLESS).kernel, 0, 0, 0, 0, 0, 0, -1)  # of a plain BF16 tensor [rows, cols]
@@ -248,6 +248,8 @@ def attend(
     if not fits or any(t is not None and t.stride(3) != 1 for t in (q, q2, k, k2, value)):
         shapes = [None if t is None else tuple(t.shape) for t in (q, q2, k, k2, value, mask)]
         raise ValueError(f"query, key, value and mask {shapes} do not fit")
+    if _is_rotated(k):
+        q = rotated(q)
     out = q.new_empty(batch, tokens, heads, out_cols)
     call = _Attend(
         q=_rows(q),
@@ -268,7 +270,11 @@ def attend(
     )
     if library.moepack_affine_attend(ctypes.byref(call), WORD(threads or torch.get_num_threads())):
         raise MemoryError(f"no memory for the attention of {heads} heads")
-    return out
+    return rotated(out) if _is_rotated(value) else out
+
+
+def _is_rotated(x: Tensor) -> bool:
+    return isinstance(x, CodedRows) and x.bits in ROTATED
 
 
 def _rows(x: Tensor | None) -> _Rows:

@@ -5,21 +5,24 @@ layers, 640 tokens) a profile gave that 30 ms of a decoding step of 165 ms, most
 layer has memory for up to SPARE tokens more, and copies once that is full: each layer at another token, so that no
 token waits for all.
 
-With `kv` below 16 bits a layer holds the coded rows of kernels/kv_rows.py in the place of keys and values, [batch, heads,
-tokens, bytes], so whatever crops, reorders or copies a cache works on them as they are. It gives attention `CodedRows`.
+With `kv` below 16 bits a layer holds the coded rows of kernels/kv_rows.py in the place of keys and values, [batch,
+heads, tokens, bytes], so whatever crops, reorders or copies a cache works on them as they are. Attention gets
+`CodedRows`.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.pack.errors import InputError
+from moepack.runtime.planning.options import PLAIN_KV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -151,7 +154,7 @@ def layer_bits(model: PreTrainedModel, kv: str) -> tuple[Bits, ...]:
         InputError: for a model without a layer that can be kept so.
     """
     wanted = FORMS[kv]
-    if wanted == FORMS["16"]:
+    if kv == PLAIN_KV:
         return ()
     latents = {getattr(m, "layer_idx", None) for m in model.modules() if hasattr(type(m), "expand_kv")}
     made: list[Bits] = []
@@ -162,9 +165,15 @@ def layer_bits(model: PreTrainedModel, kv: str) -> tuple[Bits, ...]:
             made.append((max(LATENT, wanted[0]), max(LATENT, wanted[1])))
         else:
             made.append(wanted)
-    if all(bits == (PLAIN, PLAIN) for bits in made):
+    if all(bits == (PLAIN, PLAIN) for bits in made) or not any(map(_makes_plain_caches, model.modules())):
         raise InputError(f"no layer of {type(model).__name__} has a cache that is kept in {kv} bits: leave kv out")
     return tuple(made)
+
+
+def _makes_plain_caches(module: nn.Module) -> bool:
+    """Whether a module's own code makes a `DynamicCache` where it is given none."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and DynamicCache.__name__ in code.co_names
 
 
 def new_cache(model: PreTrainedModel, bits: Sequence[Bits]) -> DynamicCache:

@@ -27,7 +27,8 @@ DEVICE_MEMORY = "MOEPACK_DEVICE_MEMORY"
 MEMORY = "MOEPACK_MEMORY"
 CHECKED = "MOEPACK_CHECKED"
 AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
-KV = ("16", "8", "4", "k8v4")  # forms of a cache: bits of its numbers, or of keys and of values
+PLAIN_KV = "16"
+KV = (PLAIN_KV, "8", "4", "k8v4")  # forms of a cache: bits of its numbers, or of keys and of values
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
 # The workload of `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
 GENERATION: dict[str, Any] = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}
@@ -57,7 +58,7 @@ class Workload:
     prefill_tokens: int = 512
     # Whether a pass returns the logits of all its tokens, or only the last token's, as when generating
     all_logits: bool = True
-    kv: str = KV[0]  # the form of the cache, of KV
+    kv: str = PLAIN_KV  # the form of the cache, of KV
 
     def __post_init__(self) -> None:
         for name, least in (("kv_tokens", 0), ("batch", 1), ("prefill_tokens", 0)):
@@ -190,7 +191,7 @@ class LoadOptions:
     def workload(self) -> Workload:
         """The load for which a budget reserves memory."""
         given = {name: value for name in WORKLOAD if (value := getattr(self, name)) is not None}
-        return Workload(**given, kv=KV[0] if self.kv is None else str(self.kv))
+        return Workload(**given, kv=PLAIN_KV if self.kv is None else str(self.kv))
 
     @property
     def torch_dtype(self) -> str | torch.dtype:

@@ -28,6 +28,7 @@ from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.sizes import KvShape, cache_bytes, sliding_window, storages
+from moepack.runtime.planning.options import PLAIN_KV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -156,7 +157,7 @@ class Probe:
         layers: Sequence[ExpertLayer],
         device: torch.device,
         mode: FakeTensorMode | None = None,
-        kv: str = "16",
+        kv: str = PLAIN_KV,
     ) -> None:
         """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`.
 

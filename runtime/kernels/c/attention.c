@@ -18,7 +18,8 @@
 #define ROWS_AHEAD 24 /* coded rows that are fetched ahead of the one that is made BF16 */
 
 /* Vectors by batch, head and token, a row each; steps count bytes. A row of 8 or 4 bits has the codes of all numbers, and
- * then a BF16 scale of every GROUP_8 or GROUP_4 of them. In 4 bits a group's second half lies above its first. */
+ * then a BF16 scale of every GROUP_8 or GROUP_4 of them. In 4 bits a group's second half lies above its first, and rows are
+ * rotated: so are then q and `out`, by the caller. */
 typedef struct {
     const uint8_t *at; /* 0: there are none */
     int64_t cols, bits, batch, head, token;
@@ -433,37 +434,84 @@ int moepack_affine_heads(const Heads *m, int64_t threads) {
     return 0;
 }
 
-/* Code `rows` rows of `cols` numbers, BF16 or float32, into rows of `Rows`. */
-void moepack_kv_code(const void *x, int64_t bf16, int64_t rows, int64_t cols, int64_t bits, uint8_t *out) {
-    const int64_t group = bits == 8 ? GROUP_8 : GROUP_4, row = cols * bits / 8 + 2 * ceil_div(cols, group);
-    for (int64_t r = 0; r < rows; r++, out += row)
-        for (int64_t c = 0; c < cols; c += group) {
-            const int64_t n = least(group, cols - c);
-            float numbers[GROUP_8];
-            for (int64_t i = 0; i < n; i++)
-                numbers[i] = bf16 ? widen(((const uint16_t *)x)[r * cols + c + i]) : ((const float *)x)[r * cols + c + i];
-            const uint16_t scale = code_group(numbers, n, bits, out + c * bits / 8);
-            memcpy(out + cols * bits / 8 + c / group * 2, &scale, 2);
-        }
+/* Multiply a row by Sylvester's Hadamard matrix over the root of its size, in blocks of the largest power of two that
+ * divides `cols`, at most 256. Twice, the row is as before. */
+static void rotate(float *row, int64_t cols) {
+    const int64_t size = least(cols & -cols, 256);
+    const float by = 1.0f / sqrtf((float)size);
+    for (int64_t half = 1; half < size; half *= 2)
+        for (int64_t at = 0; at < cols; at += 2 * half)
+            for (int64_t i = at; i < at + half; i++) {
+                const float one = row[i], two = row[i + half];
+                row[i] = one + two;
+                row[i + half] = one - two;
+            }
+    for (int64_t i = 0; i < cols; i++) row[i] *= by;
 }
 
-/* Make rows of `Rows`, one after another, BF16 or float32. */
-void moepack_kv_open(const uint8_t *from, int64_t rows, int64_t cols, int64_t bits, int64_t bf16, void *out) {
-    const int64_t group = bits == 8 ? GROUP_8 : GROUP_4, row = cols * bits / 8 + 2 * ceil_div(cols, group);
-    for (int64_t r = 0; r < rows; r++, from += row) {
-        if (bf16) {
+static void widen_row(const void *x, int64_t bf16, int64_t at, int64_t cols, float *row) {
+    for (int64_t i = 0; i < cols; i++) row[i] = bf16 ? widen(((const uint16_t *)x)[at + i]) : ((const float *)x)[at + i];
+}
+
+static void put_row(void *out, int64_t bf16, int64_t at, int64_t cols, const float *row) {
+    if (bf16)
+        for (int64_t i = 0; i < cols; i++) ((uint16_t *)out)[at + i] = narrow(row[i]);
+    else
+        memcpy((float *)out + at, row, (size_t)cols * sizeof(float));
+}
+
+#define WIDEST 8192 /* the most numbers of a row */
+
+/* Rotate `rows` rows of `cols` numbers, BF16 or float32, where they are. Returns 1 for rows that are too wide. */
+int moepack_kv_rotate(void *x, int64_t bf16, int64_t rows, int64_t cols) {
+    if (cols > WIDEST) return 1;
+    for (int64_t r = 0; r < rows; r++) {
+        float row[WIDEST];
+        widen_row(x, bf16, r * cols, cols, row);
+        rotate(row, cols);
+        put_row(x, bf16, r * cols, cols, row);
+    }
+    return 0;
+}
+
+/* Code `rows` rows of `cols` numbers, BF16 or float32, into rows of `Rows`. Returns 1 for rows that are too wide. */
+int moepack_kv_code(const void *x, int64_t bf16, int64_t rows, int64_t cols, int64_t bits, uint8_t *out) {
+    const int64_t group = bits == 8 ? GROUP_8 : GROUP_4, each = cols * bits / 8 + 2 * ceil_div(cols, group);
+    if (cols > WIDEST) return 1;
+    for (int64_t r = 0; r < rows; r++, out += each) {
+        float row[WIDEST];
+        widen_row(x, bf16, r * cols, cols, row);
+        if (bits == 4) rotate(row, cols);
+        for (int64_t c = 0; c < cols; c += group) {
+            const uint16_t scale = code_group(row + c, least(group, cols - c), bits, out + c * bits / 8);
+            memcpy(out + cols * bits / 8 + c / group * 2, &scale, 2);
+        }
+    }
+    return 0;
+}
+
+/* Make rows of `Rows`, one after another, BF16 or float32. Returns 1 for rows that are too wide. */
+int moepack_kv_open(const uint8_t *from, int64_t rows, int64_t cols, int64_t bits, int64_t bf16, void *out) {
+    const int64_t group = bits == 8 ? GROUP_8 : GROUP_4, each = cols * bits / 8 + 2 * ceil_div(cols, group);
+    if (cols > WIDEST) return 1;
+    for (int64_t r = 0; r < rows; r++, from += each) {
+        if (bits == 8 && bf16) {
             opened_row(from, cols, bits, (uint16_t *)out + r * cols);
             continue;
         }
-        float *to = (float *)out + r * cols;
+        float row[WIDEST];
         for (int64_t c = 0; c < cols; c += group) {
             const float scale = widen(short_at(from + cols * bits / 8 + c / group * 2));
             const int64_t n = least(group, cols - c);
-            for (int64_t i = 0; i < n; i++) {
-                const uint8_t byte = from[bits == 8 ? c + i : (c + i % (n / 2) * 2) / 2];
-                const int low = byte & 15, high = byte >> 4;
-                to[c + i] = (float)(bits == 8 ? (int8_t)byte : (i < n / 2 ? low : high) - 8) * scale;
+            for (int64_t i = 0; bits == 8 && i < n; i++) row[c + i] = (float)(int8_t)from[c + i] * scale;
+            for (int64_t i = 0; bits == 4 && i < n / 2; i++) {
+                const uint8_t byte = from[c / 2 + i];
+                row[c + i] = (float)((byte & 15) - 8) * scale;
+                row[c + n / 2 + i] = (float)((byte >> 4) - 8) * scale;
             }
         }
+        if (bits == 4) rotate(row, cols);
+        put_row(out, bf16, r * cols, cols, row);
     }
+    return 0;
 }

@@ -21,7 +21,19 @@ def groups_of(cols, bits):
     return [(at, min(GROUPS[bits], cols - at)) for at in range(0, cols, GROUPS[bits])]
 
 
+def turned(x):
+    """Sylvester's matrix in blocks, by butterflies."""
+    size = min(x.shape[-1] & -x.shape[-1], 256)
+    half = 1
+    while half < size:
+        one, two = x.float().unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack([one + two, one - two], -2).flatten(-3)
+        half *= 2
+    return x.float() * (1 / torch.tensor(float(size)).sqrt())
+
+
 def coded_by_torch(x, bits):
+    x = turned(x) if bits == 4 else x
     codes, scales = [], []
     for at, n in groups_of(x.shape[-1], bits):
         part = x[..., at : at + n].float()
@@ -44,7 +56,8 @@ def opened_by_torch(rows, cols, bits, dtype):
         part = rows[..., at * bits // 8 : (at + n) * bits // 8].contiguous()
         codes = part.view(torch.int8).float() if bits == 8 else torch.cat([part & 15, part >> 4], -1).float() - 8
         out.append(codes * scales[..., number : number + 1])
-    return torch.cat(out, -1).to(dtype)
+    whole = torch.cat(out, -1)
+    return (turned(whole) if bits == 4 else whole).to(dtype)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -65,7 +78,8 @@ def test_bytes_and_numbers_are_the_references(cols, bits):
             assert torch.equal(got.nan_to_num(777), want.nan_to_num(777))
         numbers = opened(rows, cols, bits, torch.float32)
         sizes = [n for _, n in groups_of(cols, bits)]
-        assert numbers[1, 0, :2].isnan().sum(-1).tolist() == [sizes[0], sizes[-1]]
+        lost = numbers[1, 0, :2].isnan().sum(-1).tolist()
+        assert lost == [sizes[0], sizes[-1]] if bits == 8 else min(lost) >= min(sizes)  # rotation spreads them
         error = (numbers - x.float())[0].square().mean().sqrt() / x[0].float().square().mean().sqrt()
         assert error <= (0.0065 if bits == 8 else 0.09)
 
@@ -99,7 +113,10 @@ def test_attention_reads_them_as_their_numbers(shape, key_bits, value_bits):
         got, want = attend(query, (key, turned), key, 0.1), attend(query, (plain(key), plain(turned)), plain(key), 0.1)
     else:
         got, want = attend(query, key, value, 0.1), attend(query, plain(key), plain(value), 0.1)
-    assert torch.equal(got, want)
+    if 4 in (key_bits, value_bits):  # queries and results are rotated in place of the rows, and rounded
+        assert (got - want).abs().max() <= 0.02 * want.abs().max()
+    else:
+        assert torch.equal(got, want)
     assert torch.equal(attend(query, key if not second else (key, turned), key if second else value, 0.1, 2), got)
 
 

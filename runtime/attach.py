@@ -58,7 +58,7 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
 
     device_memory = options.budget
     workload = options.workload
-    kv = layer_bits(model, workload.kv)
+    bits = layer_bits(model, workload.kv)
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
@@ -69,7 +69,7 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
     kernels = compiled and serves_dense()
-    if kv and not compiled:
+    if bits and not compiled:
         raise InputError(
             f"kv={workload.kv}: a cache is coded on a CPU with moepack's compiled kernels: leave kv out here"
         )
@@ -110,7 +110,7 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
             tracker.try_reserve("experts", needed)
         layers = load_map(bundle, table, devices, in_place)
     try:
-        serving = Serving(model, bundle, str(policy), layers, fixed, manager, tracker, replaced, kv)
+        serving = Serving(model, bundle, str(policy), layers, fixed, manager, tracker, replaced, bits)
         _hand_over(model, bundle, serving, needs, dense)
     except BaseException:
         if manager is not None:

@@ -89,20 +89,17 @@ class CodedRows(Tensor):
     def __new__(cls, rows: Tensor, cols: int, bits: int, dtype: torch.dtype) -> CodedRows:
         """Make the tensor that stands for these rows."""
         shape = (*rows.shape[:-1], cols)
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.device)  # type: ignore[attr-defined]
+        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.device)
         made.rows = rows
         made.bits = bits
         return made  # type: ignore[no-any-return]
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"CodedRows({tuple(self.shape)}, bits={self.bits}, dtype={self.dtype})"
 
     def numbers(self) -> Tensor:
         """Return the numbers, a plain tensor."""
         return opened(self.rows, self.shape[-1], self.bits, self.dtype)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it so
         cls, function: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> object:
         """Run an operation on the numbers."""

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,11 +28,13 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from moepack.runtime.dense.latent import Latents, expanded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
 
 from .prefixes import CHUNK, Chunk, Prefixes
 from .row_table import END, ROOM, RowTable, Where, where
+
+if TYPE_CHECKING:
+    from moepack.runtime.dense.latent import Latents  # which needs the compiled kernels
 
 NAME = "moepack_rows"  # packed attention's name in transformers' registry
 GRAIN = 32  # a row has room (allocated memory) for a multiple of this many tokens
@@ -374,7 +376,7 @@ class PackedKvCache(Cache, PackedCache):
         layer = module.layer_idx
         window = self.windows[layer]
         expand = hasattr(module, "expand_kv")
-        latents = key if isinstance(key, Latents) else None
+        latents = None if isinstance(key, Tensor) else key
         passed = self._passed[layer]
         if passed is None or (not expand and key is not passed[0]):
             raise NotPackable(f"{type(module).__name__} changes what its cache returns")
@@ -397,7 +399,8 @@ class PackedKvCache(Cache, PackedCache):
                 if made is None:
                     made = row.by_heads(_expanded, module, asked, None, {"scaling": scaling})
             if made is None:
-                k, v = expanded(module, k, v) if expand else (k, v)
+                if expand:
+                    k, v = module.expand_kv(k, v) if latents is None else latents.over(k, v).expanded()
                 made = _attend(asked, k, v, scaling, window, sinks)
             out.append(made)
         return torch.cat(out, dim=1)

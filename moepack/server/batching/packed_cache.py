@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
+from moepack.runtime.kv.growing import PLAIN, Bits, as_given, coded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
 
 from .prefixes import CHUNK, Chunk, Prefixes
@@ -164,11 +165,13 @@ class PackedKvCache(Cache, PackedCache):
         most_kept: int = 0,
         table: RowTable | None = None,
         states: Callable[[], Cache] | None = None,
+        bits: Sequence[Bits] = (),
     ) -> None:
         """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass.
 
         `most_kept` is the most bytes of kept chunks; 0 unless every layer is full. `table` is the model's, on a GPU.
-        `states` makes a sequence's cache of states, if some layers keep one.
+        `states` makes a sequence's cache of states, if some layers keep one. `bits` are those of each layer's keys and
+        values; empty for plain ones.
         """
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
@@ -182,6 +185,7 @@ class PackedKvCache(Cache, PackedCache):
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
         self._table = table
         self._states = states
+        self._bits = tuple(bits) or ((PLAIN, PLAIN),) * len(windows)
         self._written = False
         self.table: RowTable | None = None  # where the running pass finds its rows, if it does so by a table
 
@@ -351,6 +355,8 @@ class PackedKvCache(Cache, PackedCache):
             self.table.append(layer, keys, values)
             return keys, values
         self.began = True
+        given = keys, values
+        keys, values = (coded(t, n) for t, n in zip(given, self._bits[layer], strict=True))
         for part in self._parts:
             one = part.of
             held = part.of.row.layers[layer]
@@ -367,7 +373,7 @@ class PackedKvCache(Cache, PackedCache):
             held.keys[:, :, end - one.count : end] = keys[:, :, part.span]
             held.values[:, :, end - one.count : end] = values[:, :, part.span]
             held.end = end
-        return keys, values
+        return given
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor | Latents, scaling: float | None, sinks: Tensor | None
@@ -389,8 +395,8 @@ class PackedKvCache(Cache, PackedCache):
         out = []
         for part in self._parts:
             held = part.of.row.layers[layer]
-            k = _given(held.keys)[:, :, : held.end]
-            v = _given(held.values)[:, :, : held.end]
+            stored = _given(held.keys)[:, :, : held.end], _given(held.values)[:, :, : held.end]
+            k, v = (as_given(*of) for of in zip(stored, passed, self._bits[layer], strict=True))
             asked = query[:, :, part.span]
             made = None
             if latents is not None and scaling is not None and window is None and sinks is None:

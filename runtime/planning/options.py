@@ -28,7 +28,7 @@ MEMORY = "MOEPACK_MEMORY"
 CHECKED = "MOEPACK_CHECKED"
 AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
-# The workload of `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
+# The workload of `moepack.load` and `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
 GENERATION: dict[str, Any] = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}
 SERVED = (
     "policy",

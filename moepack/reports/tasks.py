@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, MissingExtraError, NotFiniteError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
@@ -62,19 +62,19 @@ def run_tasks(
     from moepack.calibrate.text.windows import load_tokenizer
     from moepack.runtime.checked_logits import NO_LOGITS, finite_rows
 
-    reporter = reporter or Reporter()
+    shown = reporter or Reporter()
 
     class Asked(HFLM):  # type: ignore[misc]
-        def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-            reporter.inner("answers", len(requests))
+        def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
+            shown.inner("answers", len(requests))
             return super().loglikelihood(requests, disable_tqdm)
 
-        def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-            reporter.inner("texts", len(requests))
+        def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
+            shown.inner("texts", len(requests))
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
-        def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-            reporter.inner("answers", len(requests))
+        def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
+            shown.inner("answers", len(requests))
             return super().generate_until(requests, disable_tqdm)
 
         def _model_call(self, *args: object, **given: object) -> Tensor:
@@ -85,9 +85,9 @@ def run_tasks(
 
     class Counted(CacheHook):  # type: ignore[misc]
         def add_partial(self, *answer: object) -> None:  # of every answer, as soon as it is known
-            reporter.advance()
+            shown.advance()
 
-    with reporter.hub_bars():
+    with shown.hub_bars():
         source = locate(path)
         options = replace(options, kv_tokens=length, prefill_tokens=length, all_logits=True)
         check(source, options)
@@ -96,10 +96,10 @@ def run_tasks(
             manager = TaskManager(include_path=str(folder))  # the harness's own tasks too, which takes ten seconds
         if unknown := [name for name in tasks if not manager.match_tasks([name])]:
             raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
-        model = load_shown(source, options, reporter)
+        model = load_shown(source, options, shown)
         batch = options.workload.batch
-        reporter.stage("tasks", 1)
-        reporter.step(", ".join(tasks))
+        shown.stage("tasks", 1)
+        shown.step(", ".join(tasks))
         try:
             asked = Asked(
                 pretrained=model, tokenizer=load_tokenizer(Path(source.path)), batch_size=batch, max_length=length

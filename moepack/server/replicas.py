@@ -332,7 +332,8 @@ def _deploy(ray: ModuleType, ray_serve: ModuleType, asked: Serve, name: str) -> 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray_serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
     try:
-        return ray_serve.run(deployment.bind(asked), name=name, route_prefix=None)
+        handle: DeploymentHandle[Any] = ray_serve.run(deployment.bind(asked), name=name, route_prefix=None)
+        return handle
     except RuntimeError as error:
         why = ray_serve.status().applications[name].deployments["Replica"].message
         ray_serve.delete(name)

@@ -46,6 +46,7 @@ def load(
     memory: int | str | None = None,
     profile: str | None = None,
     checked: bool | None = None,
+    kv: str | int | None = None,
 ) -> ServedModel:
     """Load a bundle as a transformers causal language model. Deleting it or `model.moepack.close()` stops its threads.
 
@@ -84,6 +85,7 @@ def load(
         memory=memory,
         profile=profile,
         checked=checked,
+        kv=kv,
     )
     model: ServedModel = load_bundle(bundle, options, progress)
     return model

@@ -75,6 +75,7 @@ _SEQUENCES = typer.Option("--batch", min=1, help="Sequences that are computed to
     "max_tpot",
     "memory",
     "profile",
+    "kv",
     device_memory=(Annotated[str | None, _BUDGET], None),
     policy=(Annotated[str | None, _POLICY], None),
     kv_tokens=(Annotated[int, _CACHED], GENERATION["kv_tokens"]),

@@ -45,14 +45,15 @@ def test_kv_bytes_are_those_of_real_caches(family):
     assert shape.tokens(size - 1, 3, 1000) == 39
 
 
+@pytest.mark.parametrize("kv", ["16", "k8v4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_headroom_is_that_of_a_real_forward(family):
+def test_headroom_is_that_of_a_real_forward(family, kv):
     """The skeleton's storages are the real model's to the byte; its dense tensors too."""
     model, layers = tiny_models.random_model(family, torch.bfloat16)
     made, mode = skeleton(model.config, torch.bfloat16)
     for arguments in (([48], 2, 0, True, False), ([48], 2, 0, False, True), ([16, 1], 1, 40, True, True)):
-        foretold = Probe(made, layers, CPU, mode).headroom(*arguments)
-        real = Probe(model, layers, CPU).headroom(*arguments)
+        foretold = Probe(made, layers, CPU, mode, kv).headroom(*arguments)
+        real = Probe(model, layers, CPU, kv=kv).headroom(*arguments)
         # Linear attention in plain torch picks other views where values are known.
         assert foretold == (pytest.approx(real, rel=0.01) if family == "qwen3_next" else real) and foretold[0] > 0
     kept = [b for n, b in model.named_buffers() if "e_score_correction_bias" in n]  # float32 once it is loaded

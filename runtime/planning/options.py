@@ -30,7 +30,7 @@ AUTO = "auto"  # the memory limit that follows from what the control group and t
 PLAIN_KV = "16"
 KV = (PLAIN_KV, "8", "4", "k8v4")  # forms of a cache: bits of its numbers, or of keys and of values
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
-# The workload of `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
+# The workload of `moepack.load` and `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
 GENERATION: dict[str, Any] = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}
 SERVED = (
     "policy",

@@ -71,6 +71,11 @@ EXTRAS = {
     "length_penalty": 0.5,
     "store": False,
     "service_tier": "auto",
+    "keep_alive": "5m",
+    "cache_prompt": True,
+    "typical_p": 1.0,
+    "repeat_penalty": 1,
+    "mirostat": 0,
 }
 TEXT = {"prompt": "The history of", "max_tokens": 6}
 TALK = {"model": NAME, "messages": SAID, "max_tokens": 6}
@@ -84,7 +89,7 @@ KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     (
         ("/v1/completions", TEXT, {**EXTRAS, "best_of": 1, "suffix": ""}, None),
         ("/v1/chat/completions", TALK, {**EXTRAS, **CHAT_EXTRAS, "prediction": {"type": "content"}}, None),
-        ("/v1/responses", ITEMS, {**EXTRAS, "max_tool_calls": 3, "context_management": []}, None),
+        ("/v1/responses", ITEMS, {**EXTRAS, "max_tool_calls": 3, "context_management": [], "n": 1}, None),
         ("/v1/messages", TALK, {"metadata": {"user_id": "u"}, "context_management": KEEPS_ALL, "speed": "standard"},
          None),
         ("/v1/completions", TEXT, {"service_tier": "flex", "store": True}, "store, service_tier"),

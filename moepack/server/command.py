@@ -70,6 +70,8 @@ class Serve:
     step_tokens: int = 256
     max_kv_tokens: int | None = None
     prefix_cache: str | None = None
+    prefix_cache_dir: Path | None = None
+    prefix_cache_dir_size: str = "10GiB"
     max_prompt_tokens: int | None = None
     max_body: str = "4MiB"
     grace: float = 30.0
@@ -180,7 +182,23 @@ def options_of(asked: Serve) -> Options:
         raise InputError(f"--system-messages {asked.system_messages} is unknown: it is {', '.join(WAYS)}")
     check_choice(asked.generation_config)
     own = asked.generation_config == "auto"
-    return Options(name, asked.host, keys, most, limits, template, asked.system_messages, own)
+    folder = asked.prefix_cache_dir
+    if folder is not None and asked.prefix_cache == "off":
+        raise InputError("--prefix-cache-dir keeps what --prefix-cache keeps in memory first: give one of them alone")
+    room = parse_size(asked.prefix_cache_dir_size)
+    assert room is not None
+    return Options(
+        name,
+        asked.host,
+        keys,
+        most,
+        limits,
+        template,
+        asked.system_messages,
+        prefix_dir=folder,
+        prefix_dir_bytes=room,
+        own_sampling=own,
+    )
 
 
 @contextlib.contextmanager

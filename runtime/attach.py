@@ -58,7 +58,6 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
 
     device_memory = options.budget
     workload = options.workload
-    bits = layer_bits(model, workload.kv)
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
@@ -68,11 +67,8 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
             "give device= and device_memory= instead"
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
+    bits = layer_bits(model, workload.kv, compiled)
     kernels = compiled and serves_dense()
-    if bits and not compiled:
-        raise InputError(
-            f"kv={workload.kv}: a cache is coded on a CPU with moepack's compiled kernels: leave kv out here"
-        )
     if in_place := device_memory is not None and devices[0].type == "cpu":
         glibc.bound()  # at once: memory freed while loading goes back
         own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them

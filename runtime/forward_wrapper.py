@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from moepack.families.arguments import bound, cache_of, inputs, uses_cache, with_cache, without_self
+from moepack.families.arguments import CACHE_NAMES, bound, cache_of, inputs, uses_cache, with_cache, without_self
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices import graphs
@@ -77,7 +77,11 @@ def _wrapped_class(kind: type[nn.Module]) -> type:
         if whole and wrapper.kv and cache_of(given) is None and uses_cache(self.config, given):
             from moepack.runtime.kv.growing import new_cache
 
+            signature.bind_partial(*args, **kwargs)  # raises what the forward itself would
+            named = dict(zip(signature.parameters, args, strict=False)) | kwargs
+            kwargs = {name: value for name, value in named.items() if name not in CACHE_NAMES}
             kwargs |= with_cache(self, new_cache(self, wrapper.kv))
+            args = ()
             given = bound(signature, args, kwargs)
         with wrapper.step(given) as done:
             own = functools.partial(kind.forward, self)
@@ -246,16 +250,20 @@ class ForwardWrapper:
         """Check the arguments of a compiled pass, whose step only knows the number of its tokens.
 
         Raises:
-            InputError: for an export; in a budget also for a cache, and for outputs that it was not loaded for.
+            InputError: for an export, and a cache that would not be coded as others are; in a budget also for any
+                cache, and for outputs that it was not loaded for.
         """
         if torch.compiler.is_exporting():
             raise InputError("a loaded bundle is not exported: its experts are read where they lie in this process")
+        if self.kv and uses_cache(model.config, kwargs):
+            cache = cache_of(kwargs)
+            if cache is None or not any(type(layer).__name__ == "CodedLayer" for layer in cache.layers):
+                raise InputError("a compiled pass makes no cache of codes: pass use_cache=False, or load with kv=16")
         if self.caches is None:
             return
         if len(args) > 1:
             raise InputError("a compiled pass in a budget is given its arguments by name")
-        wanted = kwargs.get("use_cache")
-        if cache_of(kwargs) is not None or (model.config.get_text_config().use_cache if wanted is None else wanted):
+        if cache_of(kwargs) is not None or uses_cache(model.config, kwargs):
             raise InputError("a compiled pass in a budget keeps no cache: pass use_cache=False")
         for name in ("labels", "output_hidden_states", "output_attentions", "output_router_logits"):
             if kwargs.get(name) is not None and kwargs.get(name) is not False:

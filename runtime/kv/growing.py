@@ -145,17 +145,20 @@ class CodedLayer(GrowingLayer):
         return all_keys, all_values
 
 
-def layer_bits(model: PreTrainedModel, kv: str) -> tuple[Bits, ...]:
+def layer_bits(model: PreTrainedModel, kv: str, compiled: bool = True) -> tuple[Bits, ...]:
     """Return the bits of each layer of a model's cache, of which `kv` names the form; empty for 16.
 
-    Layers with a window or a state of fixed size stay as they are: they do not grow.
+    Layers with a window or a state of fixed size stay as they are: they do not grow. `compiled` says whether moepack's
+    compiled kernels serve the model.
 
     Raises:
-        InputError: for a model without a layer that can be kept so.
+        InputError: for a model without a layer that can be kept so, and without these kernels.
     """
     wanted = FORMS[kv]
     if kv == PLAIN_KV:
         return ()
+    if not compiled:
+        raise InputError(f"kv={kv}: a cache is coded on a CPU with moepack's compiled kernels: leave kv out here")
     latents = {getattr(m, "layer_idx", None) for m in model.modules() if hasattr(type(m), "expand_kv")}
     made: list[Bits] = []
     for number, layer in enumerate(DynamicCache(config=model.config).layers):

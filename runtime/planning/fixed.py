@@ -136,7 +136,7 @@ def measure(
         What the workload needs, and the bytes of the skeleton's dense tensors.
 
     Raises:
-        InputError: for a model whose forward pass does not run on a skeleton.
+        InputError: for a model whose forward pass does not run on a skeleton, and for a cache that cannot be coded.
     """
     layers = tuple(bundle.layers)
     model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
@@ -146,6 +146,8 @@ def measure(
     if found is None:
         try:
             found = _measure(config, dtype, device, layers, workload, bool(bundle.manifest.dense))
+        except InputError:  # its caches cannot be coded
+            raise
         except Exception as error:  # a family whose code reads values, which a skeleton does not have
             why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             raise InputError(

@@ -166,10 +166,10 @@ class Probe:
         self.model: Any = model
         self.calls = 0
         self._window = 0
-        self._bits = layer_bits(model, kv)
         self._mode: AbstractContextManager[object] = nullcontext() if mode is None else mode
         self._on = torch.device("cpu") if mode is not None else device
         kind = backends.backend(device)
+        self._bits = layer_bits(model, kv, kind == "native")
         for layer in layers:
             module: Any = model.get_submodule(layer.module)
             module._moepack_probe = layer, kind

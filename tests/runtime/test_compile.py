@@ -10,6 +10,7 @@ import pytest
 import torch
 from live_models import load
 from support import ids
+from transformers.cache_utils import DynamicCache
 
 import moepack
 from moepack.pack.errors import InputError
@@ -150,6 +151,11 @@ def test_what_is_refused(bundle):
             compiled(ids(), use_cache=False)
         torch.compiler.reset()
         assert compiled(ids(), use_cache=False, logits_to_keep=1).logits.shape[1] == 1
+    coding = moepack.load(bundle, policy="static:w4", kv=8)
+    for cache in (None, DynamicCache(config=coding.config)):
+        torch.compiler.reset()
+        with torch.no_grad(), pytest.raises(Exception, match="makes no cache of codes: pass use_cache=False"):
+            torch.compile(coding, fullgraph=True, backend="aot_eager")(ids(), past_key_values=cache)
     model = moepack.load(bundle, policy="static:w4", dtype=torch.float32)
     torch.compiler.reset()
     model.model.embed_tokens.weight.requires_grad_(True)

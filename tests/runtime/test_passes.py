@@ -16,6 +16,7 @@ from transformers import StaticCache
 
 import moepack
 from moepack.pack.errors import InputError
+from moepack.runtime.kv.growing import CodedLayer
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.skeleton import LiveBytes
 
@@ -222,6 +223,21 @@ def test_caches_and_embeddings_are_seen_however_they_are_given(bundle):
     assert watch.used == 0 and torch.isfinite(model(None, None, None, None, long[:, :8]).logits).all()
     with pytest.raises(TypeError, match="multiple values"):
         model(x, input_ids=x)
+
+
+def test_a_pass_without_a_cache_codes_its_own(bundle):
+    """However its caller says that there is none; what does not fit the forward is refused as it was."""
+    model = moepack.load(bundle, policy="static:w4", kv=8)
+    with torch.no_grad():
+        made = [
+            model(ids(8), None, None, None),
+            model(ids(8), past_key_values=None),
+            model.model(ids(8), None, None, None),
+        ]
+        for layer in [layer for out in made for layer in out.past_key_values.layers]:
+            assert type(layer) is CodedLayer and layer.keys.dtype == torch.uint8
+        with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+            model(ids(8), input_ids=ids(8))
 
 
 def test_the_cache_of_continuous_batching_is_refused_before_it_is_made(bundle):

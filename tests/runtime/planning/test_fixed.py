@@ -3,6 +3,8 @@
 import itertools
 import json
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from support import HELPERS, RTN, for_logits, ids, load_for_logits, python
 import moepack
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix
+from moepack.reports.plan import plan
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import SPARE
 from moepack.runtime.kv.sizes import cache_bytes
-from moepack.runtime.planning.fixed import Workload, dense_arena, dense_bytes, dense_shapes
+from moepack.runtime.planning.fixed import Workload, dense_arena, dense_bytes, dense_shapes, measure
+from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
 CPU = torch.device("cpu")
@@ -72,6 +76,22 @@ def test_a_family_that_cannot_be_measured_is_refused(bundle, monkeypatch):
     monkeypatch.setattr(Qwen3MoeModel, "forward", looks)
     with pytest.raises(InputError, match="cannot be measured"):
         load_for_logits(bundle, policy="static:w2", device_memory=77_777_777, prefill_tokens=77)
+
+
+def test_what_cannot_code_a_cache_says_so(bundle, monkeypatch):
+    """A plan says it as loading does, and names no other way than the one that helps."""
+    options = LoadOptions(device_memory=1 << 30, kv="8")
+    windows = {"layer_types": ["sliding_attention"] * 2}
+    model, layers = tiny_models.random_model("gpt_oss", torch.bfloat16, **windows)
+    of = SimpleNamespace(layers=layers, manifest=moepack.open(bundle).manifest, path=bundle)
+    with pytest.raises(InputError, match=r"^no layer of GptOssForCausalLM has a cache that is kept in 8 bits"):
+        measure(of, model.config, model.dtype, CPU, options.workload)
+    with pytest.raises(InputError, match=r"^kv=8: a cache is coded on a CPU"):
+        plan(bundle, replace(options, device="cuda"))
+    monkeypatch.setattr(backends, "library", lambda: None)
+    for asks in (plan, lambda bundle, options: moepack.load(bundle, device_memory=1 << 30, kv=8)):
+        with pytest.raises(InputError, match=r"^kv=8: a cache is coded on a CPU"):
+            asks(bundle, options)
 
 
 @pytest.mark.parametrize("has", [True, False], ids=["instructions", "emulated"])

@@ -17,7 +17,6 @@ from torch import Tensor
 from .affine_native import POINTER, WORD, library
 from .delta_native import addresses
 
-ROWS = 4  # of a state, which the kernel runs together
 WIDEST = 8  # a convolution's width
 
 
@@ -86,7 +85,7 @@ class Mamba:
         shapes = {(channels, width): [weights.filter], (inner,): [weights.norm], (sizes.heads,): numbers}
         if weights.filter_bias is not None:
             shapes[(channels,)] = [weights.filter_bias]
-        fits = sizes.dim % ROWS == sizes.heads % sizes.groups == inner % sizes.parts == 0 and width <= WIDEST
+        fits = sizes.heads % sizes.groups == inner % sizes.parts == 0 and width <= WIDEST
         for shape, tensors in shapes.items():
             dtype = torch.float32 if tensors is numbers else torch.bfloat16
             fits = fits and all(t.shape == shape and t.dtype == dtype and t.is_contiguous() for t in tensors)

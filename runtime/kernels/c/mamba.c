@@ -13,7 +13,6 @@
 #define TOKENS 32    /* of a pass, through all stages before the next */
 #define CHANNELS 128 /* of a task of the convolution */
 #define WIDEST 8     /* a convolution's width */
-#define ROWS 4       /* of a state, which read B and C together and stay in the first cache over a stage's tokens */
 
 /* A token's projection: gates [heads * dim]; inputs [heads * dim], B [groups * size], C [groups * size]; steps [heads].
  * The convolution's channels are those of inputs, B and C. */
@@ -61,27 +60,34 @@ SMALL void filtered(const Run *run, int64_t sequence, int64_t part, int64_t from
     }
 }
 
-/* One token in ROWS rows of a state; x has the rows' inputs, and gets their results. */
-SMALL void step(float *restrict s, int64_t size, float decay, float by, float skip, const float *b, const float *c, float *x) {
-    float sums[ROWS][LANES] = {{0}};
-    const float u[ROWS] = {by * x[0], by * x[1], by * x[2], by * x[3]};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES)
-        for (int r = 0; r < ROWS; r++)
-            for (int k = 0; k < LANES; k++) {
-                const float now = s[r * size + i + k] * decay + u[r] * b[i + k];
-                s[r * size + i + k] = now;
-                sums[r][k] += now * c[i + k];
-            }
-    for (; i < size; i++)
-        for (int r = 0; r < ROWS; r++) {
-            s[r * size + i] = s[r * size + i] * decay + u[r] * b[i];
-            sums[r][i % LANES] += s[r * size + i] * c[i];
-        }
-    for (int r = 0; r < ROWS; r++) x[r] = total(sums[r]) + skip * x[r];
-}
+/* One token in one row of a state; x is the row's input, by its step. Returns S C. */
+typedef float Step(float *restrict s, int64_t size, float decay, float x, const float *b, const float *c);
 
-SMALL void scan(const Run *run, int64_t sequence, int64_t head, int64_t from, int64_t to) {
+/* A step by vectors of N numbers. Rows go one after another: by four at once, memory is read at half of the rate. */
+#define STEP(N)                                                                                                      \
+    typedef float Vector##N __attribute__((vector_size(4 * N), aligned(4), may_alias));                              \
+    SMALL float step##N(float *restrict s, int64_t size, float decay, float x, const float *b, const float *c) {     \
+        Vector##N sums = {0};                                                                                        \
+        int64_t i = 0;                                                                                               \
+        for (; i + N <= size; i += N) {                                                                              \
+            Vector##N *at = (Vector##N *)(s + i);                                                                    \
+            const Vector##N now = *at * decay + x * *(const Vector##N *)(b + i);                                     \
+            *at = now;                                                                                               \
+            sums += now * *(const Vector##N *)(c + i);                                                               \
+        }                                                                                                            \
+        float sum = 0;                                                                                               \
+        for (; i < size; i++) {                                                                                      \
+            s[i] = s[i] * decay + x * b[i];                                                                          \
+            sum += s[i] * c[i];                                                                                      \
+        }                                                                                                            \
+        for (int k = 0; k < N; k++) sum += sums[k];                                                                  \
+        return sum;                                                                                                  \
+    }
+STEP(4)
+STEP(8)
+STEP(16)
+
+SMALL void scan(const Run *run, int64_t sequence, int64_t head, int64_t from, int64_t to, Step *step) {
     const Mamba *m = run->m;
     const int64_t channels = channels_of(m), inner = m->heads * m->dim, size = m->size;
     const int64_t group = head / (m->heads / m->groups);
@@ -96,10 +102,12 @@ SMALL void scan(const Run *run, int64_t sequence, int64_t head, int64_t from, in
     }
     float *state = m->states[sequence] + head * m->dim * size, *first = run->rows + (from - run->from) * channels;
     const float *b = first + inner + group * size, *c = b + m->groups * size;
-    for (int64_t r = 0; r < m->dim; r += ROWS) {
-        float *s = state + r * size, *x = first + head * m->dim + r;
-        for (int64_t t = 0; t < to - from; t++)
-            step(s, size, decay[t], by[t], m->skip[head], b + t * channels, c + t * channels, x + t * channels);
+    for (int64_t r = 0; r < m->dim; r++) {
+        float *x = first + head * m->dim + r;
+        for (int64_t t = 0; t < to - from; t++, x += channels) {
+            const float sum = step(state + r * size, size, decay[t], by[t] * *x, b + t * channels, c + t * channels);
+            *x = sum + m->skip[head] * *x;
+        }
     }
 }
 
@@ -116,7 +124,7 @@ SMALL void finish(const Run *run, int64_t t, int64_t part) {
     for (int64_t c = 0; c < cols; c++) m->out[t * inner + at + c] = narrow(widen(m->weight[at + c]) * (x[c] * by));
 }
 
-SMALL void task(const Run *run, int64_t i) {
+SMALL void task(const Run *run, int64_t i, Step *step) {
     const Mamba *m = run->m;
     if (run->stage == 2) {
         finish(run, run->from + i / m->parts, i % m->parts);
@@ -127,17 +135,17 @@ SMALL void task(const Run *run, int64_t i) {
     const int64_t to = least(m->first[sequence + 1], run->to);
     if (from >= to) return;
     if (run->stage)
-        scan(run, sequence, i % each, from, to);
+        scan(run, sequence, i % each, from, to, step);
     else
         filtered(run, sequence, i % each, from, to);
 }
 
-static void task_plain(const Run *run, int64_t i) { task(run, i); }
+static void task_plain(const Run *run, int64_t i) { task(run, i, step4); }
 #ifdef HAVE_X86
-__attribute__((target("avx2,fma"))) static void task_avx2(const Run *run, int64_t i) { task(run, i); }
+__attribute__((target("avx2,fma"))) static void task_avx2(const Run *run, int64_t i) { task(run, i, step8); }
 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))) static void task_avx512(
     const Run *run, int64_t i) {
-    task(run, i);
+    task(run, i, step16);
 }
 #endif
 
@@ -157,7 +165,7 @@ static void some(void *argument) {
     while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->tasks) chosen(run, i);
 }
 
-/* `dim` is a multiple of ROWS, and `width` at most WIDEST. Returns 0; or 1 when memory is short, having done nothing. */
+/* `width` is at most WIDEST. Returns 0; or 1 when memory is short, having done nothing. */
 int moepack_mamba(const Mamba *m, int64_t threads) {
     const int64_t tokens = m->first[m->sequences], channels = channels_of(m);
     Run run = {.m = m};

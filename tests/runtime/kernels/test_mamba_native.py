@@ -10,7 +10,7 @@ pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.kernels import affine_native as native
 from moepack.runtime.kernels.mamba_native import Mamba, MambaSizes, MambaWeights
 
-SIZES = [MambaSizes(1, 4, 3, 1, 2, 1), MambaSizes(6, 20, 37, 2, 3, 2), MambaSizes(4, 64, 128, 1, 4, 1)]
+SIZES = [MambaSizes(1, 5, 3, 1, 2, 1), MambaSizes(6, 20, 37, 2, 3, 2), MambaSizes(4, 64, 128, 1, 4, 1)]
 EPSILON = 1e-6
 
 
@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(ValueError, match=match):
             layer.rule.run(x, *given)
-    for sizes in (MambaSizes(1, 3, 3, 1, 2, 1), MambaSizes(1, 4, 3, 1, 9, 1)):
+    for sizes in (MambaSizes(3, 4, 3, 2, 2, 1), MambaSizes(1, 4, 3, 1, 9, 1)):
         with pytest.raises(ValueError, match="do not fit"):
             Layer(sizes)
     assert torch.equal(window, before[0]) and torch.equal(state, before[1])

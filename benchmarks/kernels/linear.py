@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels.linear [--tokens N ...]
 
-Layers of Qwen3-Next's and of Nemotron-3-Nano's true shape on one thread, whose projections return the same numbers at once, so that only what
-lies between them is measured. Passes walk through the states of 24 layers, more than caches hold. The floor is the
-time in which torch adds to a tensor of a state's size in place, which reads and writes its bytes. Lower quartiles of
-processor time; both sides take turns.
+Layers of Qwen3-Next's and Nemotron-3-Nano's true shape on one thread, whose projections return the same numbers at
+once, so that only what lies between them is measured. Passes walk through the states of 24 layers, more than caches
+hold. The floor is the time in which torch adds to a tensor of a state's size in place, which reads and writes its
+bytes. Lower quartiles of processor time; both sides take turns.
 """
 
 from __future__ import annotations

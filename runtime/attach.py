@@ -54,8 +54,11 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
         InputError: when the policy does not fit the bundle, or its versions do not fit the device memory.
         BundleError: when an extent is damaged.
     """
+    from moepack.runtime.kv.growing import layer_bits  # which imports transformers
+
     device_memory = options.budget
     workload = options.workload
+    bits = layer_bits(model, workload.kv)
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
@@ -66,6 +69,10 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
     kernels = compiled and serves_dense()
+    if bits and not compiled:
+        raise InputError(
+            f"kv={workload.kv}: a cache is coded on a CPU with moepack's compiled kernels: leave kv out here"
+        )
     if in_place := device_memory is not None and devices[0].type == "cpu":
         glibc.bound()  # at once: memory freed while loading goes back
         own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them
@@ -103,7 +110,7 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
             tracker.try_reserve("experts", needed)
         layers = load_map(bundle, table, devices, in_place)
     try:
-        serving = Serving(model, bundle, str(policy), layers, fixed, manager, tracker, replaced)
+        serving = Serving(model, bundle, str(policy), layers, fixed, manager, tracker, replaced, bits)
         _hand_over(model, bundle, serving, needs, dense)
     except BaseException:
         if manager is not None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from moepack.families.arguments import bound, cache_of, inputs, without_self
+from moepack.families.arguments import bound, cache_of, inputs, uses_cache, with_cache, without_self
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices import graphs
@@ -33,7 +33,7 @@ from moepack.runtime.experts.prediction import Prediction, tell_logits
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
-from moepack.runtime.step.context import RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
+from moepack.runtime.step.context import PackedCache, RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moepack.runtime.experts.token_importance import TokenImportance
+    from moepack.runtime.kv.growing import Bits
 
     from .decode_graph import DecodeGraphs
 
@@ -73,6 +74,11 @@ def _wrapped_class(kind: type[nn.Module]) -> type:
         end_compiled(wrapper._key)  # an interrupted compiled pass may have left its step open in this thread
         given = bound(signature, args, kwargs)
         whole = step_of(wrapper._key) is None
+        if whole and wrapper.kv and cache_of(given) is None and uses_cache(self.config, given):
+            from moepack.runtime.kv.growing import new_cache
+
+            kwargs |= with_cache(self, new_cache(self, wrapper.kv))
+            given = bound(signature, args, kwargs)
         with wrapper.step(given) as done:
             own = functools.partial(kind.forward, self)
             out = wrapper.replayed(own, args, kwargs, given) if whole and wrapper.graphs is not None else None
@@ -95,9 +101,14 @@ class ForwardWrapper:
     """Opens a step around every forward pass of one model. Passes of several threads are separate steps."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[LayerExperts], manager: ResidencyManager | None
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[LayerExperts],
+        manager: ResidencyManager | None,
+        kv: Sequence[Bits] = (),
     ) -> None:
-        """Wrap the forward of a model and of its decoder."""
+        """Wrap the forward of a model and of its decoder. Caches have the bits `kv`, by layer; empty for plain ones."""
+        self.kv = tuple(kv)
         self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
         self.watchers: tuple[RoutingCounter, ...] = ()  # other counters of routing, beside the residency manager's
         self.graphs = decode_graphs(layers)
@@ -164,10 +175,10 @@ class ForwardWrapper:
         with contextlib.ExitStack() as stack:
             if manager is not None:
                 stack.enter_context(manager.pass_lock())
-            if (cache := cache_of(given)) is not None:
+            if (cache := cache_of(given)) is not None and not isinstance(cache, PackedCache):  # which codes for itself
                 from moepack.runtime.kv.growing import grow_in_place  # which imports transformers
 
-                grow_in_place(cache, 0 if self.caches is None else self.caches.needs.workload.kv_tokens)
+                grow_in_place(cache, 0 if self.caches is None else self.caches.needs.workload.kv_tokens, self.kv)
             if self.caches is not None:
                 told.append(stack.enter_context(self.caches.room(given)))
             if manager is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -30,6 +30,8 @@ from .process_limit import ProcessLimit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from moepack.runtime.kv.growing import Bits
 
 COUNTERS: dict[str, Callable[[ResidencyManager], int]] = {
     "promotions": lambda m: m.residency.counts.promotions,
@@ -58,6 +60,7 @@ class Serving:
         manager: ResidencyManager | None,
         tracker: BudgetTracker | None,
         replaced: dict[str, int],
+        kv: Sequence[Bits] = (),
     ) -> None:
         """Wrap the model's forward passes.
 
@@ -65,6 +68,7 @@ class Serving:
             fixed: the bytes outside the experts; without a budget, those of dense tensors alone.
             tracker: the budget, if there is one.
             replaced: how many modules of each class the kernels replace, without linear maps.
+            kv: the bits of each layer's cache; empty for plain ones.
         """
         self.bundle = bundle
         self.policy = policy
@@ -73,10 +77,11 @@ class Serving:
         self.fixed = fixed
         self.tracker = tracker
         self.replaced = replaced
+        self.kv = kv
         self.budget_bytes = None if tracker is None else tracker.budget
         self.limit: ProcessLimit | None = None  # the process's memory limit, where one was given
         self.caches: KvBudget | None = None  # keeps the KV caches inside the budget
-        self._wrapper = ForwardWrapper(model, layers, manager)
+        self._wrapper = ForwardWrapper(model, layers, manager, kv)
         self._routed: Counters | None = None
         if manager is not None:
             _live.add(manager)

@@ -135,6 +135,10 @@ _LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
             "--checked", help="Skip digests of files that you have checked before, unless a file has changed."
         ),
     ],
+    "kv": Annotated[
+        str | None,
+        typer.Option("--kv", help="Bits of the KV cache: 16 (the default), 8, 4, or k8v4 (keys in 8, values in 4)."),
+    ],
     "kv_tokens": Annotated[
         int | None,
         typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for this many tokens of each sequence."),

@@ -45,7 +45,7 @@ _PREFIX = typer.Option(
     metavar="SIZE|off",
     help="The most bytes of prompts kept for later ones that begin alike: an eighth of the budget, up to 1GiB.",
 )
-_LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv_tokens", "device", "dtype", "checked")
+_LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv", "kv_tokens", "device", "dtype", "checked")
 _KEPT = typer.Option("--profile", help="Read traffic counts from this file, if it exists, and save new ones to it.")
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import lossless
-from moepack.runtime.planning.options import DEFAULTS, LoadOptions
+from moepack.runtime.planning.options import DEFAULTS, PLAIN_KV, LoadOptions
 from moepack.shared.memory import peaks
 from moepack.shared.opening import Source, check, load_shown, locate
 from moepack.shared.progress import Reporter
@@ -111,7 +111,8 @@ def evaluate(
         data: files or Hub data sets.
         options: how the model is loaded. `batch` is the windows of a forward pass: 16 by default, in a budget fewer
             if 16 have over 1,024 tokens together. `prefill_tokens` is a window's tokens by default. `all_logits` is
-            False by default: logits are made in pieces. `kv_tokens` are not used, but the budget leaves room for them.
+            False by default: logits are made in pieces. `kv_tokens` are used only with a `kv` of fewer bits, but the
+            budget leaves room for them.
         length: tokens of a window; at most the model's longest context.
         samples: windows a file, from its beginning.
         reporter: receives progress.
@@ -127,6 +128,8 @@ def evaluate(
         length = _window(source.path, length)
         batch = 16 if not options.in_budget else max(1, min(16, _TOKENS // length))
         options = options.filled(prefill_tokens=length, all_logits=False, batch=batch)
+        if options.workload.kv != PLAIN_KV:
+            options = options.filled(kv_tokens=length)
         batch = options.workload.batch
         with reporter.hub_bars():
             pools = text_windows(source, data, length, samples)

@@ -44,7 +44,7 @@ def products(model: CausalModel) -> contextlib.AbstractContextManager[object]:
 def token_scores(
     model: CausalModel, ids: Tensor, room: int, reference: Tensor | None = None, head: nn.Module | None = None
 ) -> TokenScores:
-    """Score the tokens of `ids` [batch, length].
+    """Score the tokens of `ids` [batch, length]. A model with coded caches reads each token's keys from one.
 
     Args:
         model: a causal language model.
@@ -62,7 +62,7 @@ def token_scores(
     if decoder is model or not model._supports_logits_to_keep():
         if reference is not None:
             raise InputError(f"{type(model).__name__} makes the logits of all tokens at once: no comparison")
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+        logits = model(input_ids=ids, use_cache=_reads_codes(model)).logits[:, :-1].float()
         nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none")
         return TokenScores(nll.double(), None, None, None)
     output = _decoded(model, decoder, ids)
@@ -89,12 +89,17 @@ def token_scores(
     return TokenScores(joined[0], joined[1], joined[2], output.last_hidden_state)
 
 
+def _reads_codes(model: CausalModel) -> bool:
+    """Whether a model's attention reads codes from its cache, so that a pass without one would score another model."""
+    return bool(getattr(getattr(model, "moepack", None), "kv", ()))
+
+
 def _decoded(model: CausalModel, decoder: nn.Module, ids: Tensor) -> BaseModelOutput:
     """Run the whole model, make logits of the last token alone, and return the decoder's output."""
     kept: list[BaseModelOutput] = []
     hook = decoder.register_forward_hook(lambda _, args, out: kept.append(out))
     try:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        model(input_ids=ids, use_cache=_reads_codes(model), logits_to_keep=1)
     finally:
         hook.remove()
     return kept[0]

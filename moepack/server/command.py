@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from moepack.pack.errors import InputError, in_a_line
+from moepack.pack.errors import InputError, MissingExtraError, in_a_line
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.planning.sizes import parse_size
 from moepack.shared.opening import read_template
@@ -143,7 +143,7 @@ def prepare() -> None:
     """Bound the caches of torch and oneDNN. Call it before torch is imported.
 
     Raises:
-        InputError: if a library that serving needs is missing.
+        MissingExtraError: if a library that serving needs is missing.
     """
     for variable, count in COMPILED.items():
         os.environ.setdefault(variable, count)
@@ -153,7 +153,7 @@ def prepare() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise InputError(f"serving needs {error.name}: pip install 'moepack[serve]'") from None
+        raise MissingExtraError(str(error.name), "serve") from None
 
 
 def options_of(asked: Serve) -> Options:

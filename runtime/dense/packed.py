@@ -17,6 +17,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.op import enter
+from moepack.runtime.kernels.by_torch import FLOATS, ROWS, TOKENS
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.forms import Form, compiled, form_at
 from moepack.runtime.kernels.reference import Sections, dequantise, section, sections_of
@@ -51,9 +52,26 @@ class PackedLinear(nn.Module):
             weights = self.weights(x.dtype)
             bias = section(self.packed, self._sections["bias"]).to(x.dtype) if self.matrix.bias else None
             return nn.functional.linear(x, weights, bias)
-        known = x.dtype in (torch.float32, torch.bfloat16)
-        out: Tensor = self.group.run(self.which, x if known else x.float())
-        return out.to(x.dtype)
+        if x.dtype not in FLOATS:
+            return self._in_float32(x)
+        out: Tensor = self.group.run(self.which, x)
+        return out
+
+    def _in_float32(self, x: Tensor) -> Tensor:
+        """`forward` of an x that the kernels do not take, in no more memory than `multiply` has beside it."""
+        from moepack.runtime.kernels.dense_native import dense, dense_by_torch
+
+        of = self.group.matrices((self.which,))
+        rows = x.detach().reshape(-1, self.in_features)
+        out = rows.new_empty(len(rows), self.out_features)
+        if len(rows) > of.limits[torch.float32][0]:
+            dense_by_torch(of, 0, rows, out, torch.get_num_threads())
+        else:
+            some = max(1, min(TOKENS, ROWS * self.in_features // self.out_features))
+            for start in range(0, len(rows), some):
+                part = slice(start, start + some)
+                out[part] = dense(of, rows[part].float())[0]
+        return out.view(*x.shape[:-1], self.out_features)
 
     def _on_gpu(self, x: Tensor) -> Tensor:
         """`forward` by kernels that read the packed bytes (affine_triton.py, `dense`)."""

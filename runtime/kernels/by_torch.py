@@ -1,7 +1,8 @@
 """Products of many tokens by torch on a CPU, some rows of the weights at a time: for processors without BF16 tiles.
 
 Without BF16 instructions torch emulates BF16 products, several times slower than float32 (docs/design/build.md) and in
-memory that no budget counts. In that case both factors are converted to float32, and sums are rounded once.
+memory that no budget counts. In that case both factors are converted to float32, and sums are rounded once. So are
+factors of a dtype to which no kernel unpacks weights.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from moepack.pack.isa import emulated
 ROWS = 256  # rows of weights at a time: 1 MiB of BF16 at 2,048 columns, half a core's second-level cache
 TOKENS = 512  # tokens at a time; the weights are unpacked again for the next ones
 
+FLOATS = (torch.float32, torch.bfloat16)  # to which kernels unpack weights
+
 Weights = Callable[[int, int, torch.dtype], Tensor]
 
 
 def multiply(x: Tensor, weights: Weights, out: Tensor, bias: Tensor | None = None) -> None:
-    """Write W x + b into out [tokens, rows], for x [tokens, cols] in float32 or bfloat16 and bias [rows].
+    """Write W x + b into out [tokens, rows], for x [tokens, cols] and bias [rows].
 
     `out` has x's dtype. `weights(first, last, dtype)` returns rows `first` to `last` of W as [cols, last - first].
     """
     rows = out.shape[1]
-    dtype = torch.float32 if emulated(x.device, x.dtype) else x.dtype
+    dtype = torch.float32 if x.dtype not in FLOATS or emulated(x.device, x.dtype) else x.dtype
     with torch.autocast("cpu", enabled=False):  # autocast would convert both sides back
         for start in range(0, len(x), TOKENS):
             few = x[start : start + TOKENS].to(dtype)

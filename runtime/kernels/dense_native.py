@@ -15,17 +15,21 @@ from moepack.pack.spec import LOSSLESS, Version
 from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unknown_form, unpack_at
 from .by_torch import multiply, of_matrix, of_packed
 from .forms import Form, kernel_of
+from .kv_rows import PLAIN, ROTATED, CodedRows, rotated
 
 UNPACKED = 16  # rows of a packed matrix that are unpacked together
 PLAIN_FORM = Form(LOSSLESS, Version.of(LOSSLESS).kernel, 0, 0, 0, 0, 0, 0, -1)  # of a plain BF16 tensor [rows, cols]
 
 
+class _Rows(ctypes.Structure):
+    _fields_ = [("at", POINTER), *((name, WORD) for name in ("cols", "bits", "batch", "head", "token"))]
+
+
 class _Attend(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("q", "q2", "k", "k2", "v", "mask", "out")),
-        *((name, WORD) for name in ("batch", "groups", "heads", "tokens", "length", "cols", "cols2", "out_cols")),
-        ("causal", WORD),
-        *((name, WORD * 3) for name in ("q_at", "q2_at", "k_at", "k2_at", "v_at")),
+        *((name, _Rows) for name in ("q", "q2", "k", "k2", "v")),
+        *((name, POINTER) for name in ("mask", "out")),
+        *((name, WORD) for name in ("batch", "groups", "heads", "tokens", "length", "causal")),
         ("mask_at", WORD * 2),
         ("scale", ctypes.c_float),
     ]
@@ -114,6 +118,8 @@ class MatrixGroup:
     def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
         """Unpack weights of matrix `number` as `affine_native.unpack` does."""
         m = self.matrices[number]
+        if out.dtype not in DTYPES:
+            raise ValueError(f"weights are unpacked to float32 or bfloat16, not {out.dtype}")
         form = self._forms.ctypes.data + number * self._forms.strides[0]
         if unpack_at(m.cols, m.data, form, out, first, threads):
             raise unknown_form(m.form.name, m.form.bits, m.form.group)
@@ -165,11 +171,12 @@ def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tenso
     if not tiles and tokens > 1:
         for i, (out, most) in enumerate(zip(outs, of.limits[x.dtype], strict=True)):
             if tokens > most:
-                _dense_by_torch(of, i, x.view(tokens, cols), out.view(tokens, -1), threads)
+                dense_by_torch(of, i, x.view(tokens, cols), out.view(tokens, -1), threads)
     return outs
 
 
-def _dense_by_torch(of: MatrixGroup, number: int, x: Tensor, out: Tensor, threads: int) -> None:
+def dense_by_torch(of: MatrixGroup, number: int, x: Tensor, out: Tensor, threads: int) -> None:
+    """Write y = W x + b for matrix `number` into out [tokens, rows], for x [tokens, cols] of its dtype, by torch."""
     m = of.matrices[number]
     bias = m.bias
     if bias is None and m.form.bias >= 0:
@@ -220,7 +227,8 @@ def attend(
         query: bfloat16 [batch, heads, tokens, cols], or two such parts of queries.
         key: bfloat16 [batch, groups, length, cols], or as many parts; each group serves heads / groups heads that
             follow one another.
-        value: bfloat16 [batch, groups, length, out]. The last axis of all of these has stride 1.
+        value: bfloat16 [batch, groups, length, out]. The last axis of all of these has stride 1. Keys and values may be
+            `CodedRows`.
         mask: bool [batch, 1, tokens, length].
 
     Returns:
@@ -243,14 +251,15 @@ def attend(
     if not fits or any(t is not None and t.stride(3) != 1 for t in (q, q2, k, k2, value)):
         shapes = [None if t is None else tuple(t.shape) for t in (q, q2, k, k2, value, mask)]
         raise ValueError(f"query, key, value and mask {shapes} do not fit")
+    if _is_rotated(k):
+        q = rotated(q)
     out = q.new_empty(batch, tokens, heads, out_cols)
-    none = (0, 0, 0)
     call = _Attend(
-        q=q.data_ptr(),
-        q2=None if q2 is None else q2.data_ptr(),
-        k=k.data_ptr(),
-        k2=None if k2 is None else k2.data_ptr(),
-        v=value.data_ptr(),
+        q=_rows(q),
+        q2=_rows(q2),
+        k=_rows(k),
+        k2=_rows(k2),
+        v=_rows(value),
         mask=None if mask is None else mask.data_ptr(),
         out=out.data_ptr(),
         batch=batch,
@@ -258,21 +267,27 @@ def attend(
         heads=heads // groups,
         tokens=tokens,
         length=length,
-        cols=cols,
-        cols2=0 if q2 is None else q2.shape[3],
-        out_cols=out_cols,
         causal=mask is None,
-        q_at=q.stride()[:3],
-        q2_at=none if q2 is None else q2.stride()[:3],
-        k_at=k.stride()[:3],
-        k2_at=none if k2 is None else k2.stride()[:3],
-        v_at=value.stride()[:3],
         mask_at=(0, 0) if mask is None else (mask.stride(0), mask.stride(2)),
         scale=scale,
     )
     if library.moepack_affine_attend(ctypes.byref(call), WORD(threads or torch.get_num_threads())):
         raise MemoryError(f"no memory for the attention of {heads} heads")
-    return out
+    return rotated(out) if _is_rotated(value) else out
+
+
+def _is_rotated(x: Tensor) -> bool:
+    return isinstance(x, CodedRows) and x.bits in ROTATED
+
+
+def _rows(x: Tensor | None) -> _Rows:
+    """Return where the kernel finds the rows of [batch, heads, tokens, cols]; None has no columns."""
+    if x is None:
+        return _Rows(bits=PLAIN)
+    held = x.rows if isinstance(x, CodedRows) else x
+    bits = x.bits if isinstance(x, CodedRows) else PLAIN
+    steps = [step * held.element_size() for step in held.stride()[:3]]
+    return _Rows(held.data_ptr(), x.shape[3], bits, *steps)
 
 
 class HeadMatrices:

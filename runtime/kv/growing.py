@@ -1,21 +1,37 @@
-"""KV cache layers that append a token in place, in transformers' own cache object.
+"""KV cache layers that append a token in place, and that may hold codes, in transformers' own cache object.
 
 transformers' `DynamicLayer` copies all keys and values for every new token. In the 6 GB row of `benchmarks.limited` (48
 layers, 640 tokens) a profile gave that 30 ms of a decoding step of 165 ms, most of it page faults of new copies. Here a
 layer has memory for up to SPARE tokens more, and copies once that is full: each layer at another token, so that no
 token waits for all.
+
+With `kv` below 16 bits a layer holds the coded rows of kernels/kv_rows.py in the place of keys and values, [batch,
+heads, tokens, bytes], so whatever crops, reorders or copies a cache works on them as they are. Attention gets
+`CodedRows`.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from moepack.pack.errors import InputError
+from moepack.runtime.planning.options import PLAIN_KV
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SPARE = 16
+PLAIN = 16  # bits of numbers that are kept as they are
+Bits = tuple[int, int]  # of a layer's keys and values, or of a latent's two parts
+FORMS: dict[str, Bits] = {"16": (16, 16), "8": (8, 8), "4": (4, 4), "k8v4": (8, 4)}
+LATENT = 8  # the least bits of latents, which all heads read
 _claiming = threading.Lock()  # copies of a layer may append in several threads
 
 
@@ -93,6 +109,80 @@ class GrowingLayer(DynamicLayer):
         return sum(t.numel() // t.shape[-2] * t.element_size() for t in held)
 
 
+def coded(new: Tensor, bits: int) -> Tensor:
+    """Return what a cache keeps of new keys or values."""
+    if bits == PLAIN:
+        return new
+    from moepack.runtime.kernels import kv_rows  # which loads the compiled kernels
+
+    return kv_rows.coded(new, bits)
+
+
+def as_given(held: Tensor, new: Tensor, bits: int) -> Tensor:
+    """Return all keys or values that a cache keeps, as a tensor like the `new` ones."""
+    if bits == PLAIN:
+        return held
+    from moepack.runtime.kernels.kv_rows import CodedRows
+
+    return CodedRows(held, new.shape[-1], bits, new.dtype)
+
+
+class CodedLayer(GrowingLayer):
+    """A `GrowingLayer` that holds coded rows of keys and values."""
+
+    bits: Bits = (PLAIN, PLAIN)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values, [batch, heads, tokens, cols] each; return all of them as `CodedRows`."""
+        new = key_states, value_states
+        if torch.is_grad_enabled() and any(t.requires_grad for t in new):
+            raise InputError("a cache with codes of 8 or 4 bits passes no gradients on: give use_cache=False, or kv=16")
+        keys, values = map(coded, new, self.bits)
+        held = super().update(keys, values, *args, **kwargs)
+        all_keys, all_values = map(as_given, held, new, self.bits)
+        return all_keys, all_values
+
+
+def layer_bits(model: PreTrainedModel, kv: str) -> tuple[Bits, ...]:
+    """Return the bits of each layer of a model's cache, of which `kv` names the form; empty for 16.
+
+    Layers with a window or a state of fixed size stay as they are: they do not grow.
+
+    Raises:
+        InputError: for a model without a layer that can be kept so.
+    """
+    wanted = FORMS[kv]
+    if kv == PLAIN_KV:
+        return ()
+    latents = {getattr(m, "layer_idx", None) for m in model.modules() if hasattr(type(m), "expand_kv")}
+    made: list[Bits] = []
+    for number, layer in enumerate(DynamicCache(config=model.config).layers):
+        if type(layer) is not DynamicLayer:
+            made.append((PLAIN, PLAIN))
+        elif number in latents:
+            made.append((max(LATENT, wanted[0]), max(LATENT, wanted[1])))
+        else:
+            made.append(wanted)
+    if all(bits == (PLAIN, PLAIN) for bits in made) or not any(map(_makes_plain_caches, model.modules())):
+        raise InputError(f"no layer of {type(model).__name__} has a cache that is kept in {kv} bits: leave kv out")
+    return tuple(made)
+
+
+def _makes_plain_caches(module: nn.Module) -> bool:
+    """Whether a module's own code makes a `DynamicCache` where it is given none."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and DynamicCache.__name__ in code.co_names
+
+
+def new_cache(model: PreTrainedModel, bits: Sequence[Bits]) -> DynamicCache:
+    """Return an empty cache whose layers have these bits."""
+    cache = DynamicCache(config=model.config)
+    grow_in_place(cache, 0, bits)
+    return cache
+
+
 def _is_next(held: Tensor, new: Tensor) -> bool:
     """Whether `new` is one token that goes behind `held` as it is, without gradients; others are transformers' own."""
     alike = new.shape[-2] == 1 and new.shape[:-2] == held.shape[:-2] and new.shape[-1] == held.shape[-1]
@@ -110,10 +200,29 @@ def _has_place(room: _Room, tokens: int) -> bool:
     return place and (not room.tensor.is_inference() or torch.is_inference_mode_enabled())
 
 
-def grow_in_place(cache: object, most: int) -> None:
-    """Let a cache's plain growing layers on a CPU append in place; `most` is the workload's number of tokens."""
-    for number, layer in enumerate(getattr(cache, "layers", ())):
-        if type(layer) is DynamicLayer and layer.keys is not None and layer.keys.device.type == "cpu":
+def grow_in_place(cache: object, most: int, bits: Sequence[Bits] = ()) -> None:
+    """Let a cache's plain growing layers on a CPU append in place, in these bits by layer.
+
+    `most` is the workload's number of tokens.
+
+    Raises:
+        InputError: if a layer that is to have codes holds keys as they are, or is of another kind.
+    """
+    layers = getattr(cache, "layers", [])
+    while len(layers) < len(bits) and getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
+        layers.append(DynamicLayer())  # which the cache would do when the layer is reached
+    for number, layer in enumerate(layers):
+        kind = type(layer)
+        coded = number < len(bits) and bits[number] != (PLAIN, PLAIN)
+        if coded and kind is not CodedLayer:
+            if kind is not DynamicLayer or layer.get_seq_length():
+                raise InputError(
+                    f"a {type(cache).__name__} whose layer {number} is a {kind.__name__} cannot be kept in "
+                    f"{bits[number][0]} bits: give an empty DynamicCache(config=model.config), or load with kv=16"
+                )
+            layer.__class__ = CodedLayer
+            vars(layer).update(number=number, most=most, bits=bits[number])
+        elif kind is DynamicLayer and layer.keys is not None and layer.keys.device.type == "cpu":
             layer.__class__ = GrowingLayer
             vars(layer).update(number=number, most=most)
 
@@ -127,7 +236,7 @@ def growth(cache: object, spare: int = SPARE) -> tuple[int, int, bool]:
         The bytes added, the bytes of the token in these layers, and whether the cache has no other layers.
     """
     layers: list[Any] = getattr(cache, "layers", [])
-    growing = [layer for layer in layers if type(layer) is GrowingLayer]
+    growing = [layer for layer in layers if isinstance(layer, GrowingLayer)]
     for layer in growing:
         layer.spare = spare
     added = sum(layer.grows() for layer in growing)

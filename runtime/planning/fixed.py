@@ -176,7 +176,7 @@ def _measure(
     from .skeleton import SHORT, Probe, skeleton  # which imports transformers' models
 
     model, mode = skeleton(config, dtype)
-    probe = Probe(model, layers, device, mode)
+    probe = Probe(model, layers, device, mode, workload.kv)
     shape = probe.kv_shape()
     dense = dense_bytes(model, layers)
     lone = lone_embedding(model)

@@ -27,8 +27,10 @@ DEVICE_MEMORY = "MOEPACK_DEVICE_MEMORY"
 MEMORY = "MOEPACK_MEMORY"
 CHECKED = "MOEPACK_CHECKED"
 AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
+PLAIN_KV = "16"
+KV = (PLAIN_KV, "8", "4", "k8v4")  # forms of a cache: bits of its numbers, or of keys and of values
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
-# The workload of `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
+# The workload of `moepack.load` and `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
 GENERATION: dict[str, Any] = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}
 SERVED = (
     "policy",
@@ -41,6 +43,7 @@ SERVED = (
     "host_threads",
     "profile",
     "checked",
+    "kv",
     *WORKLOAD,
 )
 
@@ -55,6 +58,7 @@ class Workload:
     prefill_tokens: int = 512
     # Whether a pass returns the logits of all its tokens, or only the last token's, as when generating
     all_logits: bool = True
+    kv: str = PLAIN_KV  # the form of the cache, of KV
 
     def __post_init__(self) -> None:
         for name, least in (("kv_tokens", 0), ("batch", 1), ("prefill_tokens", 0)):
@@ -104,6 +108,9 @@ class LoadOptions:
             which the worst token would take longer are not served.
         profile: a file of `moepack profile` or `moepack serve --profile`: routing counts of the user's own traffic, in
             the place of calibration's. They decide which experts are there before the first token.
+        kv: the bits of the KV cache: "16" keeps the model's own numbers; "8" and "4" keep codes, "k8v4" keys in 8 bits
+            and values in 4. Latents have at least 8; layers with a window stay as they are. It needs a CPU with the
+            compiled kernels. docs/contexts.md says what each costs.
         checked: whether bytes whose digests this user has checked before are taken as checked while their file stays as
             it was (runtime/store/checked.py). Files that others may write are always digested.
 
@@ -133,6 +140,7 @@ class LoadOptions:
     max_tpot: str | int | None = None
     profile: str | None = None
     checked: bool | None = None
+    kv: str | int | None = None
 
     def __post_init__(self) -> None:
         parse_size(self.device_memory)
@@ -151,6 +159,8 @@ class LoadOptions:
             if not isinstance(value := getattr(self, name), str | None):
                 raise InputError(f"{name} is a text, not {value!r}")
         parse_policy(self.policy)
+        if self.kv is not None and str(self.kv) not in KV:
+            raise InputError(f"kv is one of {', '.join(KV)}, not {self.kv!r}")
         _ = self.workload
         if isinstance(self.dtype, str) and self.dtype not in DTYPES:
             meant = SHORT.get(self.dtype.lower())
@@ -180,8 +190,8 @@ class LoadOptions:
     @property
     def workload(self) -> Workload:
         """The load for which a budget reserves memory."""
-        given = {name: getattr(self, name) for name in WORKLOAD}
-        return Workload(**{name: value for name, value in given.items() if value is not None})
+        given = {name: value for name in WORKLOAD if (value := getattr(self, name)) is not None}
+        return Workload(**given, kv=PLAIN_KV if self.kv is None else str(self.kv))
 
     @property
     def torch_dtype(self) -> str | torch.dtype:

@@ -26,7 +26,9 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
+from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.sizes import KvShape, cache_bytes, sliding_window, storages
+from moepack.runtime.planning.options import PLAIN_KV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -155,11 +157,16 @@ class Probe:
         layers: Sequence[ExpertLayer],
         device: torch.device,
         mode: FakeTensorMode | None = None,
+        kv: str = PLAIN_KV,
     ) -> None:
-        """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`."""
+        """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`.
+
+        `kv` is the form of caches (options.KV).
+        """
         self.model: Any = model
         self.calls = 0
         self._window = 0
+        self._bits = layer_bits(model, kv)
         self._mode: AbstractContextManager[object] = nullcontext() if mode is None else mode
         self._on = torch.device("cpu") if mode is not None else device
         kind = backends.backend(device)
@@ -233,6 +240,8 @@ class Probe:
         self, cache: Cache | None, tokens: int, batch: int = 1, all_logits: bool = False, cached: bool = True
     ) -> Any:
         ids = torch.zeros(batch, tokens, dtype=torch.long, device=self._on)
+        if cache is None and cached and self._bits:
+            cache = new_cache(self.model, self._bits)
         some = {} if cache is None else with_cache(self.model, cache)
         if not all_logits and self.model._supports_logits_to_keep():
             some["logits_to_keep"] = 1

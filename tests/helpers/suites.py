@@ -109,10 +109,10 @@ FEW: dict[str, tuple[str, ...]] = {
     "pack/test_fp8_codec.py::test_mutated": ("[1-1]",),
     # Pairs: each policy once, each shape of a model with each kind of budget
     "whole/test_combinations.py::test_every_way_gives_the_same": (
-        "[static-None-False-w8]", "[static-least-True-None]", "[static:allocation-None-True-w4]",
-        "[static:allocation-least-False-w4]", "[hotness-3000000-True-None]", "[lru-3000000-False-w8]",
-        "[paged-3000000-True-None]", "[importance-3000000-False-w8]", "[prefill-3000000-True-None]",
-        "[hotness:lo=w4@pinned-3000000-False-w8]",
+        "[static-None-False-w8-16]", "[static-least-True-None-16]", "[static:allocation-None-True-w4-16]",
+        "[static:allocation-least-False-w4-8]", "[hotness-3000000-True-None-k8v4]", "[lru-3000000-False-w8-k8v4]",
+        "[paged-3000000-True-None-k8v4]", "[importance-3000000-False-w8-16]", "[prefill-3000000-True-None-16]",
+        "[hotness:lo=w4@pinned-3000000-False-w8-8]",
     ),
     "whole/test_combinations.py::test_every_dtype": ("None-static-torch.float16", "w4-paged-torch.bfloat16"),
     "runtime/policies/test_every_policy.py::test_serves": (

@@ -12,15 +12,18 @@ import pytest
 import tiny_models
 import torch
 from served import ask
+from support import for_logits, load_for_logits
 
 import moepack
 from moepack.calibrate.text.windows import document_windows, load_tokenizer
+from moepack.families.arguments import with_cache
 from moepack.generation import generate
 from moepack.pack.errors import InputError
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
+from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import ENTRIES
@@ -45,6 +48,8 @@ DENSE = (None, "w8", "w4")
 SHAPES = ((True, None), (False, "w8"), (True, "w4"), (False, "w4"))  # tied to the embeddings or not, dense version
 CASES = [(p, budget, *s) for p in ("static", "static:allocation") for budget in (None, "least") for s in SHAPES]
 CASES += [(policy, AMPLE, *shape) for policy in BUDGETED for shape in SHAPES[:2]]
+KV = ("8", "16", "k8v4")  # in turns
+CASES = [(*case, KV[i % len(KV)]) for i, case in enumerate(CASES)]
 # Sums of at most 96 products in float32, added up in another order by kernels and by torch: sqrt(96) roundings of 2^-24
 # each, in 8 products one after another.
 CLOSE = 2.0**-18
@@ -99,24 +104,24 @@ def reference(bundle, dense, versions):
     return model
 
 
-@pytest.mark.parametrize("policy, budget, tied, dense", CASES)
-def test_every_way_gives_the_same(tiny, tied, dense, policy, budget, evaluation):
+@pytest.mark.parametrize("policy, budget, tied, dense, kv", CASES)
+def test_every_way_gives_the_same(tiny, tied, dense, policy, budget, kv, evaluation):
     bundle, tokenizer = tiny(tied), load_tokenizer(tiny(tied))
-    asked = {"policy": policy, "dense": dense}
+    asked = {"policy": policy, "dense": dense, "kv": kv}
     if budget is not None:
         if budget == "least":
             with pytest.raises(TooSmallError) as refused:
-                moepack.load(bundle, device_memory=1000, dtype=torch.float32, **asked, **WORK)
+                load_for_logits(bundle, device_memory=1000, dtype=torch.float32, **asked, **WORK)
             budget = refused.value.least
         asked["device_memory"] = budget
-        planned = plan(bundle, LoadOptions(**asked, **WORK))  # in the checkpoint's BF16
-        with moepack.load(bundle, **asked, **WORK).moepack as serving:
+        planned = plan(bundle, for_logits(**asked, **WORK))  # in the checkpoint's BF16
+        with load_for_logits(bundle, **asked, **WORK).moepack as serving:
             assert planned.feasible and planned.fixed == serving.fixed
             if serving.manager is None:
                 assert planned.used_bytes == serving.resident_bytes()
             assert planned.used_bytes <= budget and serving.resident_bytes_peak <= budget
 
-    model = moepack.load(bundle, dtype=torch.float32, **asked, **WORK)
+    model = load_for_logits(bundle, dtype=torch.float32, **asked, **WORK)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     with model.moepack as serving, torch.inference_mode():
         versions, live, logits = serving.versions, serving.manager is not None, model(ids, logits_to_keep=1).logits
@@ -137,14 +142,20 @@ def test_every_way_gives_the_same(tiny, tied, dense, policy, budget, evaluation)
     if live:
         versions = (("bf16",) * 4,) * 2  # `lru` and `paged` bring it when an expert is needed
     plain = reference(bundle, dense, versions)
+
+    def cache():
+        return with_cache(plain, new_cache(plain, layer_bits(plain, kv)))
+
+    more = 1 if kv == "16" else 1 << 10  # where rounding makes a code the next one
     with torch.inference_mode():
-        wanted = plain(ids, logits_to_keep=1).logits
-        assert (logits - wanted).abs().max() <= CLOSE * wanted.abs().max()
-        greedy = plain.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
+        wanted = plain(ids, logits_to_keep=1, **cache()).logits
+        assert (logits - wanted).abs().max() <= more * CLOSE * wanted.abs().max()
+        greedy = plain.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **cache())
         windows, _ = document_windows(files[0], tokenizer, LENGTH, SAMPLES)
-        losses = torch.nn.functional.cross_entropy(plain(windows).logits[:, :-1].transpose(1, 2), windows[:, 1:])
-    assert told.split() == served.split() == tokenizer.decode(greedy).split()
-    assert scored.perplexity == pytest.approx(float(np.exp(losses)), rel=1e-5)  # logits within CLOSE of some 10
+        found = plain(windows, **cache()).logits[:, :-1]
+        losses = torch.nn.functional.cross_entropy(found.transpose(1, 2), windows[:, 1:])
+    assert told.split() == served.split() == tokenizer.decode(greedy[0, ids.shape[1] :]).split()
+    assert scored.perplexity == pytest.approx(float(np.exp(losses)), rel=more * 1e-5)  # logits within CLOSE of some 10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -155,7 +166,7 @@ def test_every_dtype_is_served_and_paged(tiny, dense, policy, dtype):
     bundle, ids = tiny(False), torch.arange(1, 13)[None]
     wanted = reference(bundle, dense, (("bf16",) * 4,) * 2)
     asked = {} if policy == "static" else {"device_memory": AMPLE}
-    model = moepack.load(bundle, policy=policy, dense=dense, dtype=dtype, **asked, **WORK)
+    model = load_for_logits(bundle, policy=policy, dense=dense, dtype=dtype, **asked, **WORK)
     with model.moepack, torch.inference_mode():
         logits, exact = model(ids, logits_to_keep=1).logits, wanted(ids, logits_to_keep=1).logits
         answer = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)

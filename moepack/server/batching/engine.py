@@ -42,6 +42,7 @@ from .row_table import RowTable
 if TYPE_CHECKING:
     from transformers import Cache
 
+    from moepack.runtime.kv.growing import Bits
     from moepack.runtime.served_model import CausalModel
 
 log = logging.getLogger("moepack.server")
@@ -100,6 +101,7 @@ class Engine:
         self.at_once: Callable[[], int | None] = lambda: None
         serving = getattr(model, "moepack", None)
         self._watch: KvBudget | None = None if serving is None else serving.caches
+        self._kv: Sequence[Bits] = () if serving is None else serving.kv
         manager = None if serving is None else serving.manager
         # Seconds that passes waited for experts' bytes since the start.
         self.waited: Callable[[], float] = lambda: 0.0 if manager is None else float(manager.waited)
@@ -143,7 +145,9 @@ class Engine:
             return CacheSlot()
         if self._rows is None:
             states = partial(DynamicCache, config=self._model.config) if self._with_states else None
-            self._rows = PackedKvCache(self._windows, self._shape(), self._step, self.most_kept, self._table, states)
+            self._rows = PackedKvCache(
+                self._windows, self._shape(), self._step, self.most_kept, self._table, states, self._kv
+            )
         return CacheSlot(self._rows.add(wanted, keys))
 
     def remove(self, slot: CacheSlot) -> None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,11 +28,14 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from moepack.runtime.dense.latent import Latents, expanded
+from moepack.runtime.kv.growing import PLAIN, Bits, as_given, coded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
 
 from .prefixes import CHUNK, Chunk, Prefixes
 from .row_table import END, ROOM, RowTable, Where, where
+
+if TYPE_CHECKING:
+    from moepack.runtime.dense.latent import Latents  # which needs the compiled kernels
 
 NAME = "moepack_rows"  # packed attention's name in transformers' registry
 GRAIN = 32  # a row has room (allocated memory) for a multiple of this many tokens
@@ -162,11 +165,13 @@ class PackedKvCache(Cache, PackedCache):
         most_kept: int = 0,
         table: RowTable | None = None,
         states: Callable[[], Cache] | None = None,
+        bits: Sequence[Bits] = (),
     ) -> None:
         """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass.
 
         `most_kept` is the most bytes of kept chunks; 0 unless every layer is full. `table` is the model's, on a GPU.
-        `states` makes a sequence's cache of states, if some layers keep one.
+        `states` makes a sequence's cache of states, if some layers keep one. `bits` are those of each layer's keys and
+        values; empty for plain ones.
         """
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
@@ -180,6 +185,7 @@ class PackedKvCache(Cache, PackedCache):
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
         self._table = table
         self._states = states
+        self._bits = tuple(bits) or ((PLAIN, PLAIN),) * len(windows)
         self._written = False
         self.table: RowTable | None = None  # where the running pass finds its rows, if it does so by a table
 
@@ -349,6 +355,8 @@ class PackedKvCache(Cache, PackedCache):
             self.table.append(layer, keys, values)
             return keys, values
         self.began = True
+        given = keys, values
+        keys, values = (coded(t, n) for t, n in zip(given, self._bits[layer], strict=True))
         for part in self._parts:
             one = part.of
             held = part.of.row.layers[layer]
@@ -365,7 +373,7 @@ class PackedKvCache(Cache, PackedCache):
             held.keys[:, :, end - one.count : end] = keys[:, :, part.span]
             held.values[:, :, end - one.count : end] = values[:, :, part.span]
             held.end = end
-        return keys, values
+        return given
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor | Latents, scaling: float | None, sinks: Tensor | None
@@ -374,7 +382,7 @@ class PackedKvCache(Cache, PackedCache):
         layer = module.layer_idx
         window = self.windows[layer]
         expand = hasattr(module, "expand_kv")
-        latents = key if isinstance(key, Latents) else None
+        latents = None if isinstance(key, Tensor) else key
         passed = self._passed[layer]
         if passed is None or (not expand and key is not passed[0]):
             raise NotPackable(f"{type(module).__name__} changes what its cache returns")
@@ -387,8 +395,8 @@ class PackedKvCache(Cache, PackedCache):
         out = []
         for part in self._parts:
             held = part.of.row.layers[layer]
-            k = _given(held.keys)[:, :, : held.end]
-            v = _given(held.values)[:, :, : held.end]
+            stored = _given(held.keys)[:, :, : held.end], _given(held.values)[:, :, : held.end]
+            k, v = (as_given(*of) for of in zip(stored, passed, self._bits[layer], strict=True))
             asked = query[:, :, part.span]
             made = None
             if latents is not None and scaling is not None and window is None and sinks is None:
@@ -397,7 +405,8 @@ class PackedKvCache(Cache, PackedCache):
                 if made is None:
                     made = row.by_heads(_expanded, module, asked, None, {"scaling": scaling})
             if made is None:
-                k, v = expanded(module, k, v) if expand else (k, v)
+                if expand:
+                    k, v = module.expand_kv(k, v) if latents is None else latents.over(k, v).expanded()
                 made = _attend(asked, k, v, scaling, window, sinks)
             out.append(made)
         return torch.cat(out, dim=1)

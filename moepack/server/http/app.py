@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import difflib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -287,7 +288,12 @@ async def _refusal(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return refusal(ApiError(error.status_code, str(error.detail)), request.scope["path"], error.headers)
+    path = request.scope["path"]
+    said = str(error.detail)
+    if error.status_code == 404:
+        near = difflib.get_close_matches(path, [route.path for route in request.app.routes], 1, cutoff=0.75)
+        said = f"there is no path {path[:128]!r}: " + (f"did you mean {near[0]}?" if near else "see /openapi.json")
+    return refusal(ApiError(error.status_code, said), path, error.headers)
 
 
 async def _left(request: Request, error: Exception) -> Response:

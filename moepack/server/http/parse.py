@@ -364,6 +364,7 @@ class AnswerMessage(AnyMessage):
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     # fields of our answers that clients send back
+    parsed: object = None  # the content, as OpenAI's client has read it
     refusal: None = None
     annotations: Annotated[list[object], Field(max_length=0)] | None = None
     audio: None = None

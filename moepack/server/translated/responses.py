@@ -231,6 +231,7 @@ class ResponsesBody(parse.Sampled):
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     metadata: Object = Field(default_factory=dict)
+    client_metadata: Object | None = None
     chat_template_kwargs: parse.TemplateArguments = Field(default_factory=dict)
     stream_options: parse.StreamOptions | None = None
     background: Off | None = None

@@ -15,6 +15,22 @@ INLINE V NAME(load)(const float *from) {
 
 INLINE void NAME(store)(float *to, V v) { memcpy(to, &v, sizeof v); }
 
+/* Lanes of two vectors that are added to one: constants, because GCC makes others lane by lane at each use. */
+#define LOW(half, l) ((l) / half % 2 ? LANES + (l) - half : (l))
+#define HIGH(half, l) ((l) / half % 2 ? LANES + (l) : (l) + half)
+#define FOUR(of, half, l) of(half, l), of(half, l + 1), of(half, l + 2), of(half, l + 3)
+#if LANES == 16
+#define ALL(of, half) FOUR(of, half, 0), FOUR(of, half, 4), FOUR(of, half, 8), FOUR(of, half, 12)
+#elif LANES == 8
+#define ALL(of, half) FOUR(of, half, 0), FOUR(of, half, 4)
+#else
+#define ALL(of, half) FOUR(of, half, 0)
+#endif
+#define ADD_HALVES(half)                                                             \
+    for (int i = 0; i < half; i++)                                                   \
+        s[i] = __builtin_shuffle(s[i], s[i + half], (NAME(Lanes)){ALL(LOW, half)}) + \
+               __builtin_shuffle(s[i], s[i + half], (NAME(Lanes)){ALL(HIGH, half)});
+
 /* Return in lane i the sum of vector i's lanes: halves of two vectors are added to one vector, then quarters, and so on. */
 INLINE V NAME(totals)(V *s) {
 #ifdef __clang__ /* which has no shuffle by a vector of lanes */
@@ -25,21 +41,71 @@ INLINE V NAME(totals)(V *s) {
     }
     return out;
 #else
-#pragma GCC unroll 8
-    for (int half = LANES / 2; half; half /= 2) {
-        NAME(Lanes) low, high;
-#pragma GCC unroll 16
-        for (int l = 0; l < LANES; l++) {
-            const int second = l / half % 2;
-            low[l] = second ? LANES + l - half : l;
-            high[l] = second ? LANES + l : l + half;
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < half; i++)
-            s[i] = __builtin_shuffle(s[i], s[i + half], low) + __builtin_shuffle(s[i], s[i + half], high);
-    }
+#if LANES > 8
+    ADD_HALVES(8)
+#endif
+#if LANES > 4
+    ADD_HALVES(4)
+#endif
+    ADD_HALVES(2)
+    ADD_HALVES(1)
     return s[0];
 #endif
+}
+
+/* Code the n numbers of a group; return the scale, not a number if one of them is not finite. */
+TARGET static uint16_t NAME(code_group)(const float *x, int64_t n, int64_t bits, uint8_t *out) {
+    float most = 0, low = 0;
+    int finite = 1;
+    for (int64_t i = 0; i < n; i++) {
+        most = x[i] > most ? x[i] : most;
+        low = x[i] < low ? x[i] : low;
+        finite &= x[i] - x[i] == 0.0f;
+    }
+    const float far = most > -low ? most : low; /* 4 bits have one level more on the side of `far` */
+    const uint16_t scale = narrow(bits == 8 ? (far < 0 ? -far : far) / 127.0f : far / -8.0f);
+    const float by = widen(scale);
+    int8_t codes[GROUP_8];
+    if (!finite || by == 0.0f)
+        memset(codes, 0, sizeof codes);
+    else
+        for (int64_t i = 0; i < n; i++) {
+            const float code = (x[i] / by + 12582912.0f) - 12582912.0f;
+            const float lowest = bits == 8 ? -127.0f : -8.0f, highest = bits == 8 ? 127.0f : 7.0f;
+            codes[i] = (int8_t)(code < lowest ? lowest : code > highest ? highest : code);
+        }
+    if (bits == 8)
+        memcpy(out, codes, (size_t)n);
+    else
+        for (int64_t i = 0; i < n / 2; i++) out[i] = (uint8_t)((codes[i] + 8) | (codes[n / 2 + i] + 8) << 4);
+    return finite ? scale : 0x7FC0;
+}
+
+/* Make one row of `Rows` BF16. */
+TARGET static void NAME(opened_row)(const uint8_t *from, int64_t cols, int64_t bits, uint16_t *out) {
+    const int64_t group = bits == 8 ? GROUP_8 : GROUP_4;
+    const uint8_t *scales = from + cols * bits / 8;
+    for (int64_t c = 0; c < cols; c += group, scales += 2) {
+        const float scale = widen(short_at(scales));
+        const int64_t n = least(group, cols - c);
+        if (bits == 8) {
+            const int8_t *codes = (const int8_t *)from + c;
+            for (int64_t i = 0; i < n; i++) out[c + i] = narrow((float)codes[i] * scale);
+            continue;
+        }
+        const uint8_t *codes = from + c / 2;
+        for (int64_t i = 0; i < n / 2; i++) {
+            out[c + i] = narrow((float)((codes[i] & 15) - 8) * scale);
+            out[c + n / 2 + i] = narrow((float)((codes[i] >> 4) - 8) * scale);
+        }
+    }
+}
+
+/* n rows of a strip in BF16: where they lie, or made in `room`. */
+INLINE Strip NAME(strip)(const Rows *rows, const uint8_t *from, int64_t n, uint16_t *room) {
+    if (rows->bits == 16) return (Strip){(const uint16_t *)from, rows->token / 2};
+    for (int64_t i = 0; i < n; i++) NAME(opened_row)(from + i * rows->token, rows->cols, rows->bits, room + i * rows->cols);
+    return (Strip){room, rows->cols};
 }
 
 /* n BF16 rows as float32 rows of `wide` numbers, from number `at` on; what is past n rows or `cols` numbers is zero. */
@@ -132,37 +198,40 @@ INLINE float NAME(soften)(float *scores, float *most, float *sum) {
 /* Attention of some rows of one head of k and v over keys [u->from, u->to): unnormalised sums, and each row's greatest
  * score and sum of exponentials. */
 TARGET static void NAME(attend)(const Attend *m, const Unit *u, float *room, float *most, float *sum, float *acc) {
-    const int64_t q_wide = wide_of(m->cols + m->cols2), v_wide = wide_of(m->out_cols), rows = u->rows;
+    const int64_t both = m->k.cols + m->k2.cols, q_wide = wide_of(both), v_wide = wide_of(m->v.cols), rows = u->rows;
     float *q = room, *keys = q + ROWS * q_wide, *scores = keys + KEYS * (q_wide > v_wide ? q_wide : v_wide);
+    uint16_t *opened = (uint16_t *)(scores + ROWS * STRIP);
     const int64_t whole = (rows + 3) & -4;
     memset(q, 0, (size_t)(whole * q_wide) * sizeof(float));
     memset(acc, 0, (size_t)(whole * v_wide) * sizeof(float));
     for (int64_t r = 0; r < rows; r++) {
         const int64_t h = u->group * m->heads + (u->row + r) / m->tokens, i = (u->row + r) % m->tokens;
-        const uint16_t *one = m->q + u->batch * m->q_at[0] + h * m->q_at[1] + i * m->q_at[2];
-        for (int64_t c = 0; c < m->cols; c++) q[r * q_wide + c] = widen(one[c]);
-        if (m->cols2) {
-            const uint16_t *two = m->q2 + u->batch * m->q2_at[0] + h * m->q2_at[1] + i * m->q2_at[2];
-            for (int64_t c = 0; c < m->cols2; c++) q[r * q_wide + m->cols + c] = widen(two[c]);
+        const uint16_t *one = (const uint16_t *)row_of(&m->q, u->batch, h, i);
+        for (int64_t c = 0; c < m->q.cols; c++) q[r * q_wide + c] = widen(one[c]);
+        if (m->q2.cols) {
+            const uint16_t *two = (const uint16_t *)row_of(&m->q2, u->batch, h, i);
+            for (int64_t c = 0; c < m->q2.cols; c++) q[r * q_wide + m->q.cols + c] = widen(two[c]);
         }
         most[r] = -INFINITY;
         sum[r] = 0;
     }
     memset(keys, 0, (size_t)(KEYS * q_wide) * sizeof(float));
-    const uint16_t *k = m->k + u->batch * m->k_at[0] + u->group * m->k_at[1];
-    const uint16_t *k2 = m->cols2 ? m->k2 + u->batch * m->k2_at[0] + u->group * m->k2_at[1] : 0;
-    const uint16_t *v = m->v + u->batch * m->v_at[0] + u->group * m->v_at[1];
     for (int64_t at = u->from; at < u->to; at += STRIP) {
         const int64_t n = least(STRIP, u->to - at);
-        if (v_wide > q_wide || m->cols != m->out_cols) /* zeros beyond the numbers of a key, where values were */
+        const Strip k = NAME(strip)(&m->k, row_of(&m->k, u->batch, u->group, at), n, opened);
+        uint16_t *behind = opened + (m->k.bits < 16) * STRIP * m->k.cols;
+        Strip k2 = k, v = k;
+        if (m->k2.cols) k2 = NAME(strip)(&m->k2, row_of(&m->k2, u->batch, u->group, at), n, behind);
+        behind += (m->k2.bits < 16) * STRIP * m->k2.cols;
+        if (m->v.at != m->k.at) v = NAME(strip)(&m->v, row_of(&m->v, u->batch, u->group, at), n, behind);
+        if (v_wide > q_wide || m->k.cols != m->v.cols) /* zeros beyond the numbers of a key, where values were */
             memset(keys, 0, (size_t)(KEYS * q_wide) * sizeof(float));
-        else if (q_wide > m->cols + m->cols2)
-            for (int j = 0; j < KEYS; j++)
-                memset(keys + j * q_wide + m->cols + m->cols2, 0, (size_t)(q_wide - m->cols - m->cols2) * sizeof(float));
+        else if (q_wide > both)
+            for (int j = 0; j < KEYS; j++) memset(keys + j * q_wide + both, 0, (size_t)(q_wide - both) * sizeof(float));
         for (int64_t j = 0; j < n; j += KEYS) {
             const int64_t some = least(KEYS, n - j);
-            NAME(widened)(keys, k + (at + j) * m->k_at[2], m->k_at[2], some, m->cols, q_wide);
-            if (m->cols2) NAME(widened)(keys + m->cols, k2 + (at + j) * m->k2_at[2], m->k2_at[2], some, m->cols2, q_wide);
+            NAME(widened)(keys, k.at + j * k.row, k.row, some, m->k.cols, q_wide);
+            if (m->k2.cols) NAME(widened)(keys + m->k.cols, k2.at + j * k2.row, k2.row, some, m->k2.cols, q_wide);
             NAME(dots)(q, keys, whole, q_wide, m->scale, scores + j, STRIP);
         }
         for (int64_t r = 0; r < rows; r++) {
@@ -174,7 +243,7 @@ TARGET static void NAME(attend)(const Attend *m, const Unit *u, float *room, flo
         for (int64_t r = rows; r < whole; r++) memset(scores + r * STRIP, 0, STRIP * sizeof(float));
         memset(keys, 0, (size_t)(KEYS * v_wide) * sizeof(float));
         for (int64_t j = 0; j < n; j += KEYS) {
-            NAME(widened)(keys, v + (at + j) * m->v_at[2], m->v_at[2], least(KEYS, n - j), m->out_cols, v_wide);
+            NAME(widened)(keys, v.at + j * v.row, v.row, least(KEYS, n - j), m->v.cols, v_wide);
             NAME(sums)(scores + j, STRIP, keys, whole, v_wide, acc);
         }
     }
@@ -210,5 +279,10 @@ TARGET static void NAME(head)(const Heads *m, int64_t h, const uint16_t *matrix,
 }
 
 #undef HEADS
+#undef LOW
+#undef HIGH
+#undef FOUR
+#undef ALL
+#undef ADD_HALVES
 #undef INLINE
 #undef V

@@ -1,5 +1,6 @@
-/* Attention of few new tokens over a cache of BF16 keys and values, and the products of heads with their own matrices,
- * by which a latent layer's queries and results go (runtime/dense/latent.py).
+/* Attention of few new tokens over a cache of keys and values, and the products of heads with their own matrices, by which
+ * a latent layer's queries and results go (runtime/dense/latent.py). A cache is BF16, or codes of 8 or 4 bits
+ * (runtime/kv/rows.py), which are made BF16 a strip at a time.
  *
  * Queries that share a head of keys are rows of one product, so that each key is read once for all of them. Keys are taken
  * STRIP at a time, with a running softmax: memory does not grow with the length of the cache. A long cache of one token is
@@ -14,15 +15,27 @@
 #define ROWS 16   /* rows of one unit of work: queries of heads that share keys, or of successive tokens */
 #define SPAN 1024 /* the least keys of a unit */
 #define SPANS 8   /* the most spans */
+#define ROWS_AHEAD 24 /* coded rows that are fetched ahead of the one that is made BF16 */
 
-/* out[b][t][g * heads + h] = sum over j of softmax(scale * (q . k_j + q2 . k2_j)) v_j. Strides (_at) count numbers, of
- * batch, head and token. Rows have stride 1. `heads` heads of q share each of `groups` heads of k and v. */
+/* Vectors by batch, head and token, a row each; steps count bytes. A row of 8 or 4 bits has the codes of all numbers, and
+ * then a BF16 scale of every GROUP_8 or GROUP_4 of them. In 4 bits a group's second half lies above its first, and rows are
+ * rotated: so are then q and `out`, by the caller. */
 typedef struct {
-    const uint16_t *q, *q2, *k, *k2, *v; /* q2 and k2: a second part of queries and keys, of cols2 numbers; 0: none */
-    const uint8_t *mask;                 /* which keys a token sees; 0: all, or with `causal` those up to its own */
-    uint16_t *out;                       /* [batch][tokens][groups * heads][out_cols] */
-    int64_t batch, groups, heads, tokens, length, cols, cols2, out_cols, causal;
-    int64_t q_at[3], q2_at[3], k_at[3], k2_at[3], v_at[3], mask_at[2];
+    const uint8_t *at; /* 0: there are none */
+    int64_t cols, bits, batch, head, token;
+} Rows;
+
+#define GROUP_8 64
+#define GROUP_4 32
+
+/* out[b][t][g * heads + h] = sum over j of softmax(scale * (q . k_j + q2 . k2_j)) v_j. `heads` heads of q share each of
+ * `groups` heads of k and v. */
+typedef struct {
+    Rows q, q2, k, k2, v; /* q2 and k2: a second part of queries and keys. q and q2 are BF16 */
+    const uint8_t *mask;  /* which keys a token sees; 0: all, or with `causal` those up to its own */
+    uint16_t *out;        /* [batch][tokens][groups * heads][v.cols] */
+    int64_t batch, groups, heads, tokens, length, causal;
+    int64_t mask_at[2]; /* of batch and token */
     float scale;
 } Attend;
 
@@ -57,6 +70,27 @@ static inline __attribute__((always_inline)) void hide(const Attend *m, const Un
 
 static inline int64_t wide_of(int64_t cols) { return (cols + 31) & -32; }
 
+static inline const uint8_t *row_of(const Rows *rows, int64_t batch, int64_t head, int64_t token) {
+    return rows->at + batch * rows->batch + head * rows->head + token * rows->token;
+}
+
+static inline uint16_t short_at(const uint8_t *at) {
+    uint16_t bits;
+    memcpy(&bits, at, 2);
+    return bits;
+}
+
+/* BF16 rows of one strip. */
+typedef struct {
+    const uint16_t *at;
+    int64_t row;
+} Strip;
+
+static inline int64_t opened_numbers(const Attend *m) { /* of a strip that is made BF16 */
+    const int64_t packed = (m->k.bits < 16) * m->k.cols + (m->k2.bits < 16) * m->k2.cols + (m->v.bits < 16) * m->v.cols;
+    return STRIP * packed;
+}
+
 #define NAME(x) x##_plain
 #define TARGET
 #define LANES 4
@@ -85,6 +119,51 @@ static inline int64_t wide_of(int64_t cols) { return (cols + 31) & -32; }
 #define BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma")))
 #define BF16_INLINE BF16 static inline __attribute__((always_inline))
 
+/* Make one row BF16. */
+BF16_INLINE void opened_row_bf16(const uint8_t *from, int64_t cols, int64_t bits, uint16_t *out) {
+    if (cols % (bits == 8 ? GROUP_8 : GROUP_4)) {
+        opened_row_avx512(from, cols, bits, out);
+        return;
+    }
+    if (bits == 8) {
+        const uint8_t *scales = from + cols;
+        for (const uint8_t *end = from + cols; from < end; from += GROUP_8, scales += 2, out += GROUP_8) {
+            const __m512 scale = _mm512_set1_ps(widen(short_at(scales)));
+#pragma GCC unroll 2
+            for (int i = 0; i < GROUP_8; i += 32) {
+                const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
+                const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + i + 16)));
+                const __m512 first = _mm512_mul_ps(_mm512_cvtepi32_ps(low), scale);
+                const __m512 second = _mm512_mul_ps(_mm512_cvtepi32_ps(high), scale);
+                _mm512_storeu_si512(out + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+            }
+        }
+        return;
+    }
+    const __m512 levels = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+    const __m128i mask = _mm_set1_epi8(15);
+    const uint8_t *scales = from + cols / 2;
+    for (const uint8_t *end = from + cols / 2; from < end; from += GROUP_4 / 2, scales += 2, out += GROUP_4) {
+        const __m512 scaled = _mm512_mul_ps(levels, _mm512_set1_ps(widen(short_at(scales))));
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled);
+        const __m128i codes = _mm_loadu_si128((const __m128i *)from);
+        const __m128i low = _mm_and_si128(codes, mask), high = _mm_and_si128(_mm_srli_epi16(codes, 4), mask);
+        const __m512i at = _mm512_cvtepu8_epi16(_mm256_set_m128i(high, low));
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi16(at, table));
+    }
+}
+
+BF16_INLINE Strip strip_bf16(const Rows *rows, const uint8_t *from, int64_t n, uint16_t *room) {
+    if (rows->bits == 16) return (Strip){(const uint16_t *)from, rows->token / 2};
+    const int64_t size = rows->cols * rows->bits / 8;
+    for (int64_t i = 0; i < n; i++) {
+        const uint8_t *row = from + i * rows->token;
+        for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(row + ROWS_AHEAD * rows->token + c, 0, 2);
+        opened_row_bf16(row, rows->cols, rows->bits, room + i * rows->cols);
+    }
+    return (Strip){room, rows->cols};
+}
+
 BF16_INLINE __m512bh pairs_at(const uint16_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
 
 /* out[r * STRIP + j] = (row r of q) . (key j) for four keys; `q` has rows of wide numbers, multiples of 32. */
@@ -96,8 +175,8 @@ BF16_INLINE void dots_bf16(const Attend *m, const uint16_t *q, int64_t wide, int
         for (int i = 0; i < 16; i++) s[i] = _mm512_setzero_ps();
         for (int part = 0; part < 2; part++) {
             const uint16_t *const *keys = part ? k2 : k;
-            const uint16_t *x = q + r * wide + (part ? m->cols : 0);
-            const int64_t cols = part ? m->cols2 : m->cols;
+            const uint16_t *x = q + r * wide + (part ? m->k.cols : 0);
+            const int64_t cols = part ? m->k2.cols : m->k.cols;
             for (int64_t c = 0; c < cols; c += 32) {
                 const __m512bh a = pairs_at(keys[0] + c), b = pairs_at(keys[1] + c);
                 const __m512bh e = pairs_at(keys[2] + c), f = pairs_at(keys[3] + c);
@@ -153,35 +232,37 @@ BF16_INLINE void sums_bf16(const int R, const uint16_t *p, const uint16_t *v, in
 }
 
 BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float *most, float *sum, float *acc) {
-    const int64_t wide = m->cols + m->cols2, cols = m->out_cols, rows = u->rows, whole = (rows + 3) & -4;
-    if (m->cols % 32 || m->cols2 % 32 || cols % 32) {
+    const int64_t wide = m->k.cols + m->k2.cols, cols = m->v.cols, rows = u->rows, whole = (rows + 3) & -4;
+    if (m->k.cols % 32 || m->k2.cols % 32 || cols % 32) {
         attend_avx512(m, u, room, most, sum, acc);
         return;
     }
     float *scores = room;
-    uint16_t *p = (uint16_t *)(scores + ROWS * STRIP), *q = p + ROWS * STRIP;
+    uint16_t *p = (uint16_t *)(scores + ROWS * STRIP), *q = p + ROWS * STRIP, *opened = q + ROWS * wide_of(wide);
     memset(q, 0, (size_t)(whole * wide) * sizeof(uint16_t));
     memset(acc, 0, (size_t)(whole * cols) * sizeof(float));
     for (int64_t r = 0; r < rows; r++) {
         const int64_t h = u->group * m->heads + (u->row + r) / m->tokens, i = (u->row + r) % m->tokens;
-        memcpy(q + r * wide, m->q + u->batch * m->q_at[0] + h * m->q_at[1] + i * m->q_at[2], (size_t)m->cols * 2);
-        if (m->cols2)
-            memcpy(q + r * wide + m->cols, m->q2 + u->batch * m->q2_at[0] + h * m->q2_at[1] + i * m->q2_at[2],
-                   (size_t)m->cols2 * 2);
+        memcpy(q + r * wide, row_of(&m->q, u->batch, h, i), (size_t)m->q.cols * 2);
+        if (m->q2.cols) memcpy(q + r * wide + m->q.cols, row_of(&m->q2, u->batch, h, i), (size_t)m->q2.cols * 2);
         most[r] = -INFINITY, sum[r] = 0;
     }
-    const uint16_t *keys = m->k + u->batch * m->k_at[0] + u->group * m->k_at[1];
-    const uint16_t *keys2 = m->cols2 ? m->k2 + u->batch * m->k2_at[0] + u->group * m->k2_at[1] : keys;
-    const uint16_t *v = m->v + u->batch * m->v_at[0] + u->group * m->v_at[1];
     for (int64_t at = u->from; at < u->to; at += STRIP) {
         const int64_t n = least(STRIP, u->to - at);
+        const Strip keys = strip_bf16(&m->k, row_of(&m->k, u->batch, u->group, at), n, opened);
+        uint16_t *behind = opened + (m->k.bits < 16) * STRIP * m->k.cols;
+        Strip keys2 = keys, values = keys;
+        if (m->k2.cols) keys2 = strip_bf16(&m->k2, row_of(&m->k2, u->batch, u->group, at), n, behind);
+        behind += (m->k2.bits < 16) * STRIP * m->k2.cols;
+        if (m->v.at != m->k.at) values = strip_bf16(&m->v, row_of(&m->v, u->batch, u->group, at), n, behind);
+        const int apart = m->v.bits == 16 && m->v.at != m->k.at;
         for (int64_t j = 0; j < n; j += 4) {
             const uint16_t *k[4], *k2[4];
             for (int i = 0; i < 4; i++) {
-                const int64_t row = at + least(j + i, n - 1); /* a score past the last key is not used */
-                k[i] = keys + row * m->k_at[2], k2[i] = keys2 + row * m->k2_at[2];
-                if (m->v != m->k) /* which are read by columns: too far apart for the processor to fetch ahead */
-                    for (int64_t c = 0; c < cols; c += 32) __builtin_prefetch(v + row * m->v_at[2] + c, 0, 2);
+                const int64_t row = least(j + i, n - 1); /* a score past the last key is not used */
+                k[i] = keys.at + row * keys.row, k2[i] = keys2.at + row * keys2.row;
+                if (apart) /* they are read by columns: too far apart for the processor to fetch ahead */
+                    for (int64_t c = 0; c < cols; c += 32) __builtin_prefetch(values.at + row * values.row + c, 0, 2);
             }
             dots_bf16(m, q, wide, whole, k, k2, scores + j);
         }
@@ -194,8 +275,8 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
         for (int64_t r = 0; r < whole; r++)
             for (int64_t j = 0; j < STRIP; j++) p[r * STRIP + j] = r < rows ? narrow(scores[r * STRIP + j]) : 0;
         int64_t r = 0;
-        for (; r + 8 <= whole; r += 8) sums_bf16(8, p + r * STRIP, v + at * m->v_at[2], m->v_at[2], n, cols, acc + r * cols);
-        for (; r < whole; r += 4) sums_bf16(4, p + r * STRIP, v + at * m->v_at[2], m->v_at[2], n, cols, acc + r * cols);
+        for (; r + 8 <= whole; r += 8) sums_bf16(8, p + r * STRIP, values.at, values.row, n, cols, acc + r * cols);
+        for (; r < whole; r += 4) sums_bf16(4, p + r * STRIP, values.at, values.row, n, cols, acc + r * cols);
     }
     for (int64_t i = 0; i < rows * cols; i += 32) {
         float apart[32];
@@ -207,12 +288,16 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
 
 static void (*attend_rows)(const Attend *, const Unit *, float *, float *, float *, float *) = attend_plain;
 static void (*head_rows)(const Heads *, int64_t, const uint16_t *, int64_t, float *) = head_plain;
+static uint16_t (*code_group)(const float *, int64_t, int64_t, uint8_t *) = code_group_plain;
+static void (*opened_row)(const uint8_t *, int64_t, int64_t, uint16_t *) = opened_row_plain;
 
 void moepack_attend_level(int level) {
     attend_rows = attend_plain, head_rows = head_plain;
+    code_group = code_group_plain, opened_row = opened_row_plain;
 #ifdef HAVE_X86
-    if (level > 0) attend_rows = attend_avx2, head_rows = head_avx2;
+    if (level > 0) attend_rows = attend_avx2, head_rows = head_avx2, code_group = code_group_avx2, opened_row = opened_row_avx2;
     if (level > 1) attend_rows = attend_avx512, head_rows = head_avx512;
+    if (level > 1) code_group = code_group_avx512, opened_row = opened_row_avx512;
     if (level > 2) attend_rows = attend_bf16;
 #endif
 }
@@ -235,7 +320,7 @@ static Unit unit_of(const AttendRun *run, int64_t number) {
 /* Add up the results of a unit's spans, and write its rows. */
 static void finish(const AttendRun *run, const Unit *u, float *parts) {
     const Attend *m = run->m;
-    const int64_t wide = wide_of(m->out_cols);
+    const int64_t wide = wide_of(m->v.cols);
     for (int64_t r = 0; r < u->rows; r++) {
         float top = -INFINITY, sum = 0;
         for (int64_t s = 0; s < run->spans; s++) {
@@ -248,12 +333,12 @@ static void finish(const AttendRun *run, const Unit *u, float *parts) {
             const float by = top == -INFINITY ? 0.0f : exponential(part[r] - top);
             sum += part[ROWS + r] * by;
             const float *other = part + 2 * ROWS + r * wide;
-            for (int64_t c = 0; c < m->out_cols; c++) acc[c] = s ? acc[c] + other[c] * by : other[c] * by;
+            for (int64_t c = 0; c < m->v.cols; c++) acc[c] = s ? acc[c] + other[c] * by : other[c] * by;
         }
         const float by = sum == 0.0f ? 0.0f : 1.0f / sum; /* a row that sees no key is zero */
         const int64_t h = u->group * m->heads + (u->row + r) / m->tokens, i = (u->row + r) % m->tokens;
-        uint16_t *out = m->out + ((u->batch * m->tokens + i) * m->groups * m->heads + h) * m->out_cols;
-        for (int64_t c = 0; c < m->out_cols; c++) out[c] = narrow(acc[c] * by);
+        uint16_t *out = m->out + ((u->batch * m->tokens + i) * m->groups * m->heads + h) * m->v.cols;
+        for (int64_t c = 0; c < m->v.cols; c++) out[c] = narrow(acc[c] * by);
     }
 }
 
@@ -283,16 +368,16 @@ static void finish_some(void *argument) {
 
 /* Returns 0, or 1 when memory is short. */
 int moepack_affine_attend(const Attend *m, int64_t threads) {
-    const int64_t places = m->batch * m->groups, q_wide = wide_of(m->cols + m->cols2), v_wide = wide_of(m->out_cols);
+    const int64_t places = m->batch * m->groups, q_wide = wide_of(m->k.cols + m->k2.cols), v_wide = wide_of(m->v.cols);
     AttendRun run = {.m = m, .blocks = ceil_div(m->heads * m->tokens, ROWS), .spans = 1};
     if (m->tokens == 1) run.spans = least(SPANS, ceil_div(m->length, SPAN));
     run.span = ceil_div(ceil_div(m->length, run.spans), STRIP) * STRIP;
     run.spans = ceil_div(m->length, run.span);
     run.each = ROWS * (2 + v_wide);
-    run.room = run.each + ROWS * (q_wide + 2 * STRIP) + KEYS * (q_wide > v_wide ? q_wide : v_wide);
+    run.room = run.each + ROWS * (q_wide + 2 * STRIP) + KEYS * (q_wide > v_wide ? q_wide : v_wide) + opened_numbers(m) / 2;
     const int64_t units = places * run.blocks * run.spans;
     threads = least(threads, units);
-    if (places * m->length * m->cols < 65536) threads = 1; /* waking others would take longer */
+    if (places * m->length * m->k.cols < 65536) threads = 1; /* waking others would take longer */
     const int64_t results = run.spans > 1 ? units * run.each : 0;
     float *memory = malloc(sizeof(float) * (size_t)(run.room * threads + results));
     if (!memory) return 1;
@@ -352,5 +437,87 @@ int moepack_affine_heads(const Heads *m, int64_t threads) {
     atomic_init(&run.seats, 0);
     moepack_parallel(heads_some, &run, (int)threads);
     free(memory);
+    return 0;
+}
+
+/* Multiply a row by Sylvester's Hadamard matrix over the root of its size, in blocks of the largest power of two that
+ * divides `cols`, at most 256. Twice, the row is as before. */
+static void rotate(float *row, int64_t cols) {
+    const int64_t size = least(cols & -cols, 256);
+    const float by = 1.0f / sqrtf((float)size);
+    for (int64_t half = 1; half < size; half *= 2)
+        for (int64_t at = 0; at < cols; at += 2 * half)
+            for (int64_t i = at; i < at + half; i++) {
+                const float one = row[i], two = row[i + half];
+                row[i] = one + two;
+                row[i + half] = one - two;
+            }
+    for (int64_t i = 0; i < cols; i++) row[i] *= by;
+}
+
+static void widen_row(const void *x, int64_t bf16, int64_t at, int64_t cols, float *row) {
+    for (int64_t i = 0; i < cols; i++) row[i] = bf16 ? widen(((const uint16_t *)x)[at + i]) : ((const float *)x)[at + i];
+}
+
+static void put_row(void *out, int64_t bf16, int64_t at, int64_t cols, const float *row) {
+    if (bf16)
+        for (int64_t i = 0; i < cols; i++) ((uint16_t *)out)[at + i] = narrow(row[i]);
+    else
+        memcpy((float *)out + at, row, (size_t)cols * sizeof(float));
+}
+
+#define WIDEST 8192 /* the most numbers of a row */
+
+/* Rotate `rows` rows of `cols` numbers, BF16 or float32, where they are. Returns 1 for rows that are too wide. */
+int moepack_kv_rotate(void *x, int64_t bf16, int64_t rows, int64_t cols) {
+    if (cols > WIDEST) return 1;
+    for (int64_t r = 0; r < rows; r++) {
+        float row[WIDEST];
+        widen_row(x, bf16, r * cols, cols, row);
+        rotate(row, cols);
+        put_row(x, bf16, r * cols, cols, row);
+    }
+    return 0;
+}
+
+/* Code `rows` rows of `cols` numbers, BF16 or float32, into rows of `Rows`. Returns 1 for rows that are too wide. */
+int moepack_kv_code(const void *x, int64_t bf16, int64_t rows, int64_t cols, int64_t bits, uint8_t *out) {
+    const int64_t group = bits == 8 ? GROUP_8 : GROUP_4, each = cols * bits / 8 + 2 * ceil_div(cols, group);
+    if (cols > WIDEST) return 1;
+    for (int64_t r = 0; r < rows; r++, out += each) {
+        float row[WIDEST];
+        widen_row(x, bf16, r * cols, cols, row);
+        if (bits == 4) rotate(row, cols);
+        for (int64_t c = 0; c < cols; c += group) {
+            const uint16_t scale = code_group(row + c, least(group, cols - c), bits, out + c * bits / 8);
+            memcpy(out + cols * bits / 8 + c / group * 2, &scale, 2);
+        }
+    }
+    return 0;
+}
+
+/* Make rows of `Rows`, one after another, BF16 or float32. Returns 1 for rows that are too wide. */
+int moepack_kv_open(const uint8_t *from, int64_t rows, int64_t cols, int64_t bits, int64_t bf16, void *out) {
+    const int64_t group = bits == 8 ? GROUP_8 : GROUP_4, each = cols * bits / 8 + 2 * ceil_div(cols, group);
+    if (cols > WIDEST) return 1;
+    for (int64_t r = 0; r < rows; r++, from += each) {
+        if (bits == 8 && bf16) {
+            opened_row(from, cols, bits, (uint16_t *)out + r * cols);
+            continue;
+        }
+        float row[WIDEST];
+        for (int64_t c = 0; c < cols; c += group) {
+            const float scale = widen(short_at(from + cols * bits / 8 + c / group * 2));
+            const int64_t n = least(group, cols - c);
+            for (int64_t i = 0; bits == 8 && i < n; i++) row[c + i] = (float)(int8_t)from[c + i] * scale;
+            for (int64_t i = 0; bits == 4 && i < n / 2; i++) {
+                const uint8_t byte = from[c / 2 + i];
+                row[c + i] = (float)((byte & 15) - 8) * scale;
+                row[c + n / 2 + i] = (float)((byte >> 4) - 8) * scale;
+            }
+        }
+        if (bits == 4) rotate(row, cols);
+        put_row(out, bf16, r * cols, cols, row);
+    }
     return 0;
 }

@@ -8,6 +8,8 @@ import pytest
 import torch
 from tiny_models import save_tiny
 
+from moepack.families.arguments import with_cache
+from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.sizes import KvShape, storages
 from moepack.server.batching import packed_cache as rows_module
 from moepack.server.batching.engine import CacheSlot, Engine, StepInput
@@ -57,28 +59,34 @@ def answers(engine, prompts, apart=2, chunk=STEP):
     return [(row[len(p) :], torch.stack(x)) for row, p, x in zip(tokens, prompts, logits, strict=True)]
 
 
-def plain_answers(model, prompts):
+def plain_answers(model, prompts, kv="16"):
     out = []
     for prompt in prompts:
+        caches = {} if kv == "16" else with_cache(model, new_cache(model, layer_bits(model, kv)))
         made = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0,
+            torch.tensor([prompt]), **caches, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0,
             output_logits=True, return_dict_in_generate=True, eos_token_id=None,
         )  # fmt: skip
         out.append((made.sequences[0, len(prompt) :].tolist(), torch.cat(made.logits)))
     return out
 
 
+@pytest.mark.parametrize("kv", ["16", "8", "k8v4"])
 @pytest.mark.parametrize("family", PACKED)
-def test_answers_are_those_of_plain_transformers(family, tmp_path):
-    """Windows and sinks (gpt_oss), latents (deepseek), states (qwen3_next): logits differ by rounding alone."""
+def test_answers_are_those_of_plain_transformers(family, kv, tmp_path):
+    """Windows and sinks (gpt_oss), latents (deepseek), states (qwen3_next): logits differ by rounding alone.
+
+    With codes rounding may move a code to the next one.
+    """
     model = model_of(family, tmp_path)
-    wanted = plain_answers(model, prompts_of())
+    wanted = plain_answers(model, prompts_of(), kv)
     engine = Engine(model, STEP)
+    engine._kv = layer_bits(model, kv)
     found = answers(engine, prompts_of())
     assert engine.is_packed
     for (tokens, logits), (right, plain) in zip(found, wanted, strict=True):
         assert tokens == right
-        torch.testing.assert_close(logits, plain, atol=5e-6, rtol=1e-4)
+        torch.testing.assert_close(logits, plain, atol=5e-6 if kv == "16" else 5e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

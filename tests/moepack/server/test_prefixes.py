@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from live_models import least, wait_for
 from server_fixtures import NAME, post, serving
+from support import load_for_logits
 from tiny_models import save_tiny
 
 import moepack
@@ -350,7 +351,7 @@ def test_kept_prompts_are_in_the_budget_and_leave_first(policy, least_room, bund
     is answered, none gives its cache up, and the peak stays below the budget. Idle, the kept bytes are all KV bytes."""
     room = {"prefill_tokens": 256, "all_logits": False, "kv_tokens": 512}
     budget = least(bundle, policy, **room) + least_room
-    model = moepack.load(bundle, policy=policy, device_memory=budget, **room)
+    model = load_for_logits(bundle, policy=policy, device_memory=budget, **room)
     options = Options(NAME, limits=Limits(sequences=8, step_tokens=256, kept_bytes=MOST))
     with serving(model, tokenizer, options) as server:
         engine, served, most = server.server.engine, model.moepack, 0
@@ -383,7 +384,7 @@ def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle, tokenizer):
 
 
 def test_the_default_is_a_part_of_the_budget(bundle, monkeypatch):
-    model = moepack.load(bundle, policy="uniform", device_memory=8_000_000, prefill_tokens=64)
+    model = load_for_logits(bundle, policy="uniform", device_memory=8_000_000, prefill_tokens=64)
     with model.moepack:
         assert Engine(model, STEP, None).most_kept == 1_000_000
         assert Engine(model, STEP, 123_456).most_kept == 123_456

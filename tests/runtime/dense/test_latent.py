@@ -9,6 +9,7 @@ import torch
 from tiny_models import random_model
 from torch import Tensor, nn
 from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from moepack.runtime.experts import backends
 
@@ -112,6 +113,21 @@ def test_errors_are_those_of_rounding(name, dtype, padded, monkeypatch):
     assert 9 <= few < 40 and (ran.absorbed, ran.expanded) == (5, 1)
     errors = [float((made - wanted).square().mean().sqrt()) for made in (got, plain)]
     assert errors[0] <= 1.2 * errors[1] + 1e-7 * float(wanted.abs().max()), errors
+
+
+def test_packed_maps_expand_float16_latents_inside_their_memory():
+    """The fault: weights were unpacked as float32 into a tile of float16, past its end."""
+    module = attention("w4", torch.float16).model.layers[0].self_attn
+    of = LatentMap(module)
+    room = torch.zeros(2, 32, 128, dtype=torch.float16)
+    with pytest.raises(ValueError, match="float32 or bfloat16, not"):
+        module.kv_b_proj.group.matrices((0,)).unpack(0, room[0], 0, 1)
+    latents = Latents(module, of, torch.randn(1, 1, 40, 32).half(), torch.randn(1, 1, 40, 16).half())
+    query = torch.randn(1, 4, 40, 32).half()
+    with torch.no_grad():
+        wanted = sdpa_attention_forward(module, query, *latents.expanded(), None, scaling=0.1)[0]
+        made = latents.by_heads(sdpa_attention_forward, module, query, None, {"scaling": 0.1})
+    assert (made - wanted).abs().max() <= 2**-9 * wanted.abs().max()
 
 
 def test_a_layer_that_expands_otherwise_keeps_its_own_code(monkeypatch):

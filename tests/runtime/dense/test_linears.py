@@ -13,7 +13,8 @@ from moepack.runtime.dense import linears as module_under_test
 from moepack.runtime.dense.linears import Group, PackedMatrix, ServedLinear, groups, linears
 from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.experts import backends
-from moepack.runtime.kernels import affine_native
+from moepack.runtime.kernels import affine_native, by_torch
+from moepack.runtime.planning.skeleton import LiveBytes
 
 F = nn.functional
 pytestmark = pytest.mark.skipif(backends.backend(torch.device("cpu")) != "native", reason="no compiled kernels")
@@ -110,6 +111,17 @@ def test_packed_maps_are_their_dequantised_weights(name, dtype):
             assert got.shape == (1, tokens, len(weight)) and got.dtype == dtype
             least = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}[dtype]
             assert (got - wanted).abs().max() < least * wanted.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [100, 300])  # straight from packed bytes, and by torch
+def test_float16_takes_no_more_memory_than_a_plan_counts(tokens):
+    """Which knows float16 results alone: float32 ones of a vocabulary are twice as large again."""
+    module, _ = packed(Matrix("weight", 1000, 100), Version.of("w8", 32), 0)
+    grouped([module])
+    x = torch.randn(tokens, 100).half()
+    with torch.inference_mode(), LiveBytes(module) as live:
+        made = module(x)
+    assert live.peak - x.nbytes - made.nbytes <= by_torch.bytes_beside(tokens, 100)
 
 
 def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch):

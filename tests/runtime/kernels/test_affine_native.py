@@ -349,7 +349,7 @@ def test_without_the_extension_the_fallback_serves(bundle):
     code = (
         "import sys\n"
         "sys.modules['moepack.runtime.kernels.affine_native'] = None\n"
-        "import moepack, torch\n"
+        "import moepack, moepack.server.http.app, torch\n"
         f"model = moepack.load({str(bundle)!r}, dtype=torch.float32, policy='static:w3')\n"
         "assert model.model.layers[0].mlp.experts._moepack.of.backend == 'reference'\n"
         "print(float(model(torch.arange(1, 20)[None]).logits.double().norm()))"

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import Gemma3TextConfig
 from transformers.cache_utils import DynamicCache
 
-from moepack.runtime.kv.growing import SPARE, GrowingLayer, grow_in_place, growth
+from moepack.runtime.kv.growing import PLAIN, SPARE, GrowingLayer, coded, grow_in_place, growth
 from moepack.runtime.kv.sizes import cache_bytes
 
 HEADS, COLS = 2, 8
@@ -28,22 +28,26 @@ def states(number, tokens):
     return made[0], made[1]
 
 
-def filled(tokens, layers=1):
+def filled(tokens, layers=1, bits=()):
     cache = DynamicCache()
+    grow_in_place(cache, 0, bits)
     for layer in range(layers):
         cache.update(*states(layer, tokens), layer)
     return cache
 
 
-@given(ops=OPS, first=st.integers(1, 2 * SPARE))
+@given(ops=OPS, first=st.integers(1, 2 * SPARE), bits=st.sampled_from(((), ((8, 8),), ((4, 8),), ((16, 4),))))
 @settings(max_examples=150)
-def test_it_holds_what_transformers_holds(ops, first):
-    """Two caches of each kind, which copies share: whatever one of them appends, the other keeps its own."""
-    plain, ours = [filled(first)] * 2, [filled(first)] * 2
+def test_it_holds_what_transformers_holds(ops, first, bits):
+    """Two caches of each kind, which copies share: whatever one of them appends, the other keeps its own.
+
+    With fewer `bits` it holds the codes of the same numbers.
+    """
+    plain, ours = [filled(first)] * 2, [filled(first, bits=bits)] * 2
     inference = False
     for number, op in enumerate(ops):
         with torch.inference_mode(inference):
-            grow_in_place(ours[0], 0)
+            grow_in_place(ours[0], 0, bits)
             for pair in (plain, ours):
                 cache = pair[0]
                 if op in ("one", "some"):
@@ -65,7 +69,8 @@ def test_it_holds_what_transformers_holds(ops, first):
         inference ^= op == "mode"
         for mine, wanted in zip(ours, plain, strict=True):
             for a, b in zip(mine.layers, wanted.layers, strict=True):
-                assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values), op
+                of = bits[0] if bits else (PLAIN, PLAIN)
+                assert torch.equal(a.keys, coded(b.keys, of[0])) and torch.equal(a.values, coded(b.values, of[1])), op
 
 
 def test_its_bytes_are_foreseen_and_within_the_workload():

@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from live_models import least, wait_for
-from support import HELPERS, RTN, ids, python
+from support import HELPERS, RTN, for_logits, ids, load_for_logits, python
 
 import moepack
 from moepack.pack.errors import InputError
@@ -18,7 +18,6 @@ from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import SPARE
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.fixed import Workload, dense_arena, dense_bytes, dense_shapes
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
 CPU = torch.device("cpu")
@@ -46,14 +45,15 @@ def test_kv_bytes_are_those_of_real_caches(family):
     assert shape.tokens(size - 1, 3, 1000) == 39
 
 
+@pytest.mark.parametrize("kv", ["16", "k8v4"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
-def test_headroom_is_that_of_a_real_forward(family):
+def test_headroom_is_that_of_a_real_forward(family, kv):
     """The skeleton's storages are the real model's to the byte; its dense tensors too."""
     model, layers = tiny_models.random_model(family, torch.bfloat16)
     made, mode = skeleton(model.config, torch.bfloat16)
     for arguments in (([48], 2, 0, True, False), ([48], 2, 0, False, True), ([16, 1], 1, 40, True, True)):
-        foretold = Probe(made, layers, CPU, mode).headroom(*arguments)
-        real = Probe(model, layers, CPU).headroom(*arguments)
+        foretold = Probe(made, layers, CPU, mode, kv).headroom(*arguments)
+        real = Probe(model, layers, CPU, kv=kv).headroom(*arguments)
         # Linear attention in plain torch picks other views where values are known.
         assert foretold == (pytest.approx(real, rel=0.01) if family == "qwen3_next" else real) and foretold[0] > 0
     kept = [b for n, b in model.named_buffers() if "e_score_correction_bias" in n]  # float32 once it is loaded
@@ -71,7 +71,7 @@ def test_a_family_that_cannot_be_measured_is_refused(bundle, monkeypatch):
 
     monkeypatch.setattr(Qwen3MoeModel, "forward", looks)
     with pytest.raises(InputError, match="cannot be measured"):
-        moepack.load(bundle, policy="static:w2", device_memory=77_777_777, prefill_tokens=77)
+        load_for_logits(bundle, policy="static:w2", device_memory=77_777_777, prefill_tokens=77)
 
 
 @pytest.mark.parametrize("has", [True, False], ids=["instructions", "emulated"])
@@ -84,7 +84,7 @@ def test_the_served_experts_take_what_the_probes_do(bundle, has, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
     by_kernels = has and native.has_tiles(torch.bfloat16)
     for policy in ("static:w4", "static:bf16"):
-        model = moepack.load(bundle, policy=policy, device_memory=1 << 30)
+        model = load_for_logits(bundle, policy=policy, device_memory=1 << 30)
         foretold = Probe(*_skeleton(model, bundle)).headroom([512], 1, 0, True, False)[0]
         room = backends.unpacked_bytes(512, max(m.in_features for m in model.modules() if hasattr(m, "in_features")))
         assert room == 4 * (512 * 128 + 256 * (512 + 128)), "of all widths 128 is the largest"
@@ -119,7 +119,7 @@ def test_what_is_no_workload(wrong):
 @pytest.mark.parametrize("policy", ["static:w2", "uniform", "hotness:hi=bf16,lo=w2"])
 def test_refusals_name_the_least_to_the_byte(bundle, policy):
     def load(budget, **options):
-        return moepack.load(bundle, policy=policy, device_memory=budget, **options)
+        return load_for_logits(bundle, policy=policy, device_memory=budget, **options)
 
     for options in ({}, {"kv_tokens": 100, "batch": 3}, {"prefill_tokens": 0}):
         size = least(bundle, policy, **options)
@@ -134,9 +134,9 @@ def test_refusals_name_the_least_to_the_byte(bundle, policy):
 
 def served(bundle, policy, room, **options):
     """A model with `room` bytes beside all experts at w2."""
-    static = moepack.load(bundle, policy="static:w2", device_memory=1 << 30, **options).moepack.tracker.reserved
+    static = load_for_logits(bundle, policy="static:w2", device_memory=1 << 30, **options).moepack.tracker.reserved
     staging = 36_864 if policy.startswith("hotness") else 0
-    return moepack.load(bundle, policy=policy, device_memory=static + staging + room, **options)
+    return load_for_logits(bundle, policy=policy, device_memory=static + staging + room, **options)
 
 
 @pytest.mark.parametrize("policy", [HOT, "static:w2"])
@@ -342,7 +342,7 @@ def test_plans_do_not_depend_on_the_instruction_set(shallow, tmp_path, monkeypat
                     needs, _ = fixed.measure(moepack.open(shallow), config, getattr(torch, dtype), CPU, workload)
                     found.add((needs.activations, needs.kept))
                     if dtype == "bfloat16":  # a plan asks for none
-                        planned.add(plan(shallow, LoadOptions(device_memory=1 << 30)).fixed.activations)
+                        planned.add(plan(shallow, for_logits(device_memory=1 << 30)).fixed.activations)
             assert len(found) == 1, found
         assert len(planned) == 1, planned
     finally:

@@ -23,9 +23,10 @@ from benchmarks.common import Row, Target, built, finish, model_arguments, texts
 from benchmarks.depth import COMMON, LAYERS, filled, served
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.kernels.kv_rows import row_bytes
-from moepack.runtime.kv.growing import FORMS, layer_bits, new_cache
+from moepack.runtime.kv.forms import FORMS, PLAIN_KV
+from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.patches import quiet_libraries
-from moepack.runtime.planning.options import PLAIN_KV, LoadOptions
+from moepack.runtime.planning.options import LoadOptions
 
 ROUNDS = 15
 HEAD = 128  # numbers of a key of most released models

@@ -16,7 +16,7 @@ from transformers import StaticCache
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.runtime.kv.growing import CodedLayer
+from moepack.runtime.kv.growing import CodedKvLayer
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.skeleton import LiveBytes
 
@@ -235,7 +235,7 @@ def test_a_pass_without_a_cache_codes_its_own(bundle):
             model.model(ids(8), None, None, None),
         ]
         for layer in [layer for out in made for layer in out.past_key_values.layers]:
-            assert type(layer) is CodedLayer and layer.keys.dtype == torch.uint8
+            assert type(layer) is CodedKvLayer and layer.keys.dtype == torch.uint8
         with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
             model(ids(8), input_ids=ids(8))
 

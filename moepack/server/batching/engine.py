@@ -43,7 +43,7 @@ from .row_table import RowTable
 if TYPE_CHECKING:
     from transformers import Cache
 
-    from moepack.runtime.kv.growing import Bits
+    from moepack.runtime.kv.forms import Bits
     from moepack.runtime.served_model import CausalModel
 
 log = logging.getLogger("moepack.server")

@@ -28,7 +28,8 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from moepack.runtime.kv.growing import PLAIN, Bits, as_given, coded
+from moepack.runtime.kv.forms import PLAIN, Bits
+from moepack.runtime.kv.growing import as_given, coded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
 
 from .prefix_files import PrefixFiles

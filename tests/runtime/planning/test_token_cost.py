@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import for_logits
+from support import for_logits, load_for_logits
 
 import moepack
 from moepack.pack.errors import InputError
@@ -52,10 +52,10 @@ def test_plans_and_loading_keep_it(bundle):
     planned = plan(bundle, for_logits(device_memory=1 << 30, max_tpot=bound))
     assert planned.bytes_per_token is not None and planned.bytes_per_token < free.bytes_per_token
     assert planned.expected_relative_loss > free.expected_relative_loss
-    with moepack.load(bundle, max_tpot=bound).moepack as serving:
+    with load_for_logits(bundle, max_tpot=bound).moepack as serving:
         assert "bf16" not in {v for row in serving.versions for v in row}
     with pytest.raises(InputError, match="bf16"):
-        moepack.load(bundle, policy="static:bf16", max_tpot=bound)
+        load_for_logits(bundle, policy="static:bf16", max_tpot=bound)
     with pytest.raises(InputError, match="leaves no version"):
         moepack.load(bundle, max_tpot="1kB")
 

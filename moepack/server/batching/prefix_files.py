@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import queue
+import re
 import stat
 import tempfile
 import threading
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("moepack.server")
 FORMAT = 1
 ENDING = ".safetensors"
+OURS = re.compile(r"(\.\w+\.)?[0-9a-f]{64}\.safetensors")  # with the beginning, a file that was not yet whole
 HEADER = 1 << 20  # the most bytes of a header
 READ = 1 << 20  # bytes that are digested at a time
 FREED = 0.9  # the share of the limit that is left when files make room for others
@@ -169,11 +171,11 @@ class PrefixFiles:
         self._thread.join()
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Return the time of use, the size and the path of each file."""
+        """Return the time of use, the size and the path of each file, also of those that a killed server left."""
         out = []
         with contextlib.suppress(OSError):
             for entry in os.scandir(self._folder):
-                if entry.name.endswith(ENDING):
+                if OURS.fullmatch(entry.name):
                     with contextlib.suppress(OSError):
                         about = entry.stat(follow_symlinks=False)
                         out.append((about.st_mtime, about.st_size, Path(entry.path)))
@@ -225,7 +227,7 @@ def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]]) -> int:
     header["__metadata__"] = {"sha256": digest.hexdigest()}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    number, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+    number, name = tempfile.mkstemp(prefix=".", suffix="." + path.name, dir=path.parent)
     partial = Path(name)
     try:
         with os.fdopen(number, "wb") as made:

@@ -142,6 +142,17 @@ def test_the_longest_unused_leave(tmp_path):
     assert len(left) == 4 and sum(path.exists() for path in names) == 1, "the fifth made two of the oldest leave"
 
 
+def test_room_is_made_of_no_other_files(tmp_path):
+    """What a killed server left of a file leaves as the others do."""
+    model = model_of("qwen3_moe", tmp_path)
+    folder = tmp_path / "qwen3_moe"
+    others = sorted(folder.iterdir())
+    assert folder / "model.safetensors" in others
+    (folder / f".abc_1.{'0' * 64}{ENDING}").write_bytes(b"part of a file")
+    written(model, folder, most=0)
+    assert sorted(folder.iterdir()) == others
+
+
 def test_a_full_disk_is_told_once(tmp_path, monkeypatch, caplog):
     model = model_of("qwen3_moe", tmp_path)
 

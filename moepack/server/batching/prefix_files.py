@@ -23,6 +23,7 @@ import re
 import stat
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ OURS = re.compile(r"(\.\w+\.)?[0-9a-f]{64}\.safetensors")  # with the beginning,
 HEADER = 1 << 20  # the most bytes of a header
 READ = 1 << 20  # bytes that are digested at a time
 FREED = 0.9  # the share of the limit that is left when files make room for others
+SHARE = 8  # part of the room that one of this many servers with the same folder may fill without a look at it
 
 
 def described(model: ServedModel) -> str:
@@ -96,7 +98,7 @@ class PrefixFiles:
         self._model = hashlib.sha256(f"{FORMAT} {model}".encode()).digest()
         self._found: dict[str, StoredLayers] = {}  # checked, and not yet asked for
         self._kept: weakref.WeakValueDictionary[str, Chunk] = weakref.WeakValueDictionary()  # in memory
-        self._waiting: queue.SimpleQueue[tuple[str, weakref.ref[Chunk]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[list[str], weakref.ref[Chunk]] | None] = queue.SimpleQueue()
         self._failed = False  # whether a write has failed: no more are tried
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -107,7 +109,7 @@ class PrefixFiles:
             raise InputError(f"{folder}: prompts cannot be kept there: {error.strerror or error}") from None
         if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise InputError(f"{folder}: others may write there, so prompts are not kept there: chmod go-w, or another")
-        self._size = sum(size for _, size, _ in self._files())
+        self._make_room()
         self._thread = threading.Thread(target=self._write_all, name="moepack-prefixes", daemon=True)
         self._thread.start()
 
@@ -120,9 +122,9 @@ class PrefixFiles:
 
     def keep(self, keys: Sequence[bytes], chunk: Chunk) -> None:
         """Have a chunk written, unless it leaves memory before. `keys` are those of its prompt up to it."""
-        *_, name = self.names(keys)
-        self._kept[name] = chunk
-        self._waiting.put((name, weakref.ref(chunk)))
+        names = list(self.names(keys))
+        self._kept[names[-1]] = chunk
+        self._waiting.put((names[-2:], weakref.ref(chunk)))
 
     def look_for(self, keys: Sequence[bytes]) -> None:
         """Check the files that hold the beginning of a prompt, for `take`; those that are in memory are not needed."""
@@ -170,7 +172,7 @@ class PrefixFiles:
         self._waiting.put(None)
         self._thread.join()
 
-    def _files(self) -> list[tuple[float, int, Path]]:
+    def _files(self) -> list[tuple[int, int, Path]]:
         """Return the time of use, the size and the path of each file, also of those that a killed server left."""
         out = []
         with contextlib.suppress(OSError):
@@ -178,41 +180,46 @@ class PrefixFiles:
                 if OURS.fullmatch(entry.name):
                     with contextlib.suppress(OSError):
                         about = entry.stat(follow_symlinks=False)
-                        out.append((about.st_mtime, about.st_size, Path(entry.path)))
+                        out.append((about.st_mtime_ns, about.st_size, Path(entry.path)))
         return out
 
     def _remove(self, path: Path) -> None:
         with contextlib.suppress(OSError):
-            size = path.stat().st_size
             path.unlink()
-            self._size -= size
 
     def _write_all(self) -> None:
         while (item := self._waiting.get()) is not None:
-            name, reference = item
+            names, reference = item
             chunk = reference()
-            path = self._folder / (name + ENDING)
+            *before, path = (self._folder / (name + ENDING) for name in names)
             if chunk is None or self._failed or path.exists():
                 continue
             try:
-                self._size += _written(path, chunk.layers)
-            except OSError as error:
+                after = before[0].stat().st_mtime_ns if before else time.time_ns() + 1
+            except OSError:
+                continue  # nothing finds a chunk without the one before it
+            try:
+                self._left -= _written(path, chunk.layers, after - 1)
+            except Exception as error:  # memory may be short too
                 self._failed = True
-                log.warning("%s: no more prompts are kept there: %s", self._folder, error.strerror or error)
-            if self._size > self._most:
+                log.warning("%s: no more prompts are kept there: %s", self._folder, error)
+            if self._left < 0:
                 self._make_room()
 
     def _make_room(self) -> None:
-        found = sorted(self._files())
-        self._size = sum(size for _, size, _ in found)
-        for _, _, path in found:
-            if self._size <= FREED * self._most:
-                break
+        """Remove files beyond the limit, and set how many bytes are written before the next look at the folder."""
+        found = sorted(self._files(), reverse=True)
+        total = sum(size for _, size, _ in found)
+        least = self._most if total <= self._most else FREED * self._most
+        while found and total > least:
+            _, size, path = found.pop()
             self._remove(path)
+            total -= size
+        self._left = (self._most - total) // SHARE
 
 
-def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]]) -> int:
-    """Write a chunk in one step; return the file's bytes."""
+def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]], used: int) -> int:
+    """Write a chunk, used at that time in nanoseconds, in one step; return the file's bytes."""
     from safetensors.torch import save
 
     tensors = {}
@@ -234,6 +241,7 @@ def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]]) -> int:
             made.write(len(text).to_bytes(8, "little"))
             made.write(text)
             made.write(memoryview(plain)[8 + size :])
+        os.utime(partial, ns=(used, used))
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)

@@ -142,6 +142,31 @@ def test_the_longest_unused_leave(tmp_path):
     assert len(left) == 4 and sum(path.exists() for path in names) == 1, "the fifth made two of the oldest leave"
 
 
+def test_a_prompt_keeps_its_beginning(tmp_path):
+    """The first chunks stay, even of a prompt that no one asked for again: nothing finds the others without them."""
+    model = model_of("qwen3_moe", tmp_path)
+    written(model, tmp_path / "kept")
+    size = held(tmp_path / "kept")[0].stat().st_size
+    for most, left in ((int(2.5 * size), 2), (0, 0)):
+        with files_of(tmp_path / "kept", most) as files:
+            assert len(held(tmp_path / "kept")) == left
+            engine = Engine(model, STEP, MOST, files)
+            engine.look_for(SYSTEM)
+            assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM))) == CHUNK * left
+
+
+def test_servers_with_the_same_folder_share_the_limit(tmp_path):
+    model = model_of("qwen3_moe", tmp_path)
+    written(model, tmp_path / "kept")
+    size = sum(path.stat().st_size for path in held(tmp_path / "kept"))
+    most = size * 4 // 3
+    with files_of(tmp_path / "one", most) as files:
+        written(model, tmp_path / "one", most=most)  # by another server
+        read(Engine(model, STEP, MOST, files), [n + 1 for n in SYSTEM], (192, 200))
+        wait_for(lambda: files._waiting.empty())
+    assert 0 < len(held(tmp_path / "one")) <= 4
+
+
 def test_room_is_made_of_no_other_files(tmp_path):
     """What a killed server left of a file leaves as the others do."""
     model = model_of("qwen3_moe", tmp_path)

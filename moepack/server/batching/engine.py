@@ -206,8 +206,7 @@ class Engine:
         keys = slot.cache.keys
         found = self._rows.prefixes.find(keys)
         if self._files is not None:
-            for layers in self._files.take(keys, len(found)):
-                self._rows.prefixes.add_stored(found, keys[len(found)], layers)
+            self._files.take(keys, found, self._rows.prefixes)
         return max(0, CHUNK * len(found) - slot.length)
 
     def look_for(self, prompt: Sequence[int]) -> None:

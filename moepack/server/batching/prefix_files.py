@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +36,12 @@ from torch import Tensor
 from moepack.pack.errors import InputError
 from moepack.runtime.dense.packed import PackedLinear
 
-from .prefixes import CHUNK
+from .prefixes import CHUNK, MOST_STORED
 
 if TYPE_CHECKING:
     from moepack.runtime.served_model import ServedModel
 
-    from .prefixes import Chunk
+    from .prefixes import Chunk, Prefixes
 
 log = logging.getLogger("moepack.server")
 FORMAT = 1
@@ -96,8 +98,8 @@ class PrefixFiles:
         self._folder = folder
         self._most = most
         self._model = hashlib.sha256(f"{FORMAT} {model}".encode()).digest()
-        self._found: dict[str, StoredLayers] = {}  # checked, and not yet asked for
-        self._kept: weakref.WeakValueDictionary[str, Chunk] = weakref.WeakValueDictionary()  # in memory
+        self._found: OrderedDict[str, StoredLayers] = OrderedDict()  # checked, and not yet asked for
+        self._kept: weakref.WeakValueDictionary[str, Chunk] = weakref.WeakValueDictionary()  # that prompts take now
         self._waiting: queue.SimpleQueue[tuple[list[str], weakref.ref[Chunk]] | None] = queue.SimpleQueue()
         self._failed = False  # whether a write has failed: no more are tried
         try:
@@ -129,7 +131,7 @@ class PrefixFiles:
     def look_for(self, keys: Sequence[bytes]) -> None:
         """Check the files that hold the beginning of a prompt, for `take`; those that are in memory are not needed."""
         used = []
-        for name in self.names(keys):
+        for name in itertools.islice(self.names(keys), MOST_STORED):
             if name in self._kept or name in self._found:
                 used.append(name)
                 continue
@@ -138,28 +140,30 @@ class PrefixFiles:
                 self._found[name] = _checked(path)
             except FileNotFoundError:
                 break
+            except (OSError, MemoryError) as error:  # its contents may be whole
+                log.warning("%s: not read: %s", path, error)
+                break
             except Exception as error:  # of any kind, from a file that may hold anything
                 log.warning("%s: not read, and removed: %s", path, error)
                 self._remove(path)
                 break
             used.append(name)
+            while len(self._found) > MOST_STORED:  # of requests that were refused
+                with contextlib.suppress(KeyError):  # another thread was faster
+                    self._found.popitem(last=False)
         for name in reversed(used):  # the first chunk is used by all that follow, so it leaves last
             with contextlib.suppress(OSError):
                 os.utime(self._folder / (name + ENDING))
 
-    def take(self, keys: Sequence[bytes], have: int) -> list[StoredLayers]:
-        """Return the checked chunks that follow the first `have` of a prompt."""
+    def take(self, keys: Sequence[bytes], found: list[Chunk], prefixes: Prefixes) -> None:
+        """Add the checked chunks that follow those `found` of a prompt, which `find` has just returned."""
         if not self._found:
-            return []
-        out = []
-        for number, name in enumerate(self.names(keys)):
-            if number < have:
-                continue
-            found = self._found.pop(name, None)
-            if found is None:
+            return
+        for name in itertools.islice(self.names(keys), len(found), None):
+            layers = self._found.pop(name, None)
+            if layers is None or not prefixes.add_stored(found, keys[len(found)], layers):
                 break
-            out.append(found)
-        return out
+            self._kept[name] = found[-1]
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove the files of a prompt that has no finite answer."""
@@ -258,6 +262,8 @@ def _checked(path: Path) -> StoredLayers:
     """Open a file whose digest is that of its contents; raise OSError or ValueError for another."""
     from safetensors import safe_open
 
+    if path.is_symlink():
+        raise ValueError("it is a link")
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(number, "rb") as opened:
         about = os.fstat(opened.fileno())

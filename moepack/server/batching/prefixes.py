@@ -87,11 +87,14 @@ class Prefixes:
         self._append(found, key, copies, size)
         return True
 
-    def add_stored(self, found: list[Chunk], key: bytes, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Append a chunk in a file to `found`, which `find` has just returned, unless there are many."""
-        if self._stored < MOST_STORED:
-            self._stored += 1
-            self._append(found, key, layers, 0)
+    def add_stored(self, found: list[Chunk], key: bytes, layers: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Append a chunk in a file to `found`, as `add` does; no more than MOST_STORED are open."""
+        while self._stored >= MOST_STORED:
+            if not self.evict(found):
+                return False
+        self._stored += 1
+        self._append(found, key, layers, 0)
+        return True
 
     def _append(self, found: list[Chunk], key: bytes, layers: Sequence[tuple[Tensor, Tensor]], size: int) -> None:
         chunk = Chunk(next(self._numbers), (found[-1].number if found else 0, key), layers, size)

@@ -13,7 +13,7 @@ from server_fixtures import NAME, post, serving
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.server.batching import prefix_files
+from moepack.server.batching import prefix_files, prefixes
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.prefix_files import ENDING, PrefixFiles
 from moepack.server.batching.prefixes import CHUNK, chunk_keys
@@ -165,6 +165,45 @@ def test_servers_with_the_same_folder_share_the_limit(tmp_path):
         read(Engine(model, STEP, MOST, files), [n + 1 for n in SYSTEM], (192, 200))
         wait_for(lambda: files._waiting.empty())
     assert 0 < len(held(tmp_path / "one")) <= 4
+
+
+def test_few_files_are_open_and_each_is_checked_once(tmp_path, monkeypatch):
+    """Requests that were refused leave none open for long, and a prompt that comes again finds room for its own."""
+    model = model_of("qwen3_moe", tmp_path)
+    other = [n + 1 for n in SYSTEM]
+    for prompt in (SYSTEM, other):
+        written(model, tmp_path / "kept", prompt)
+    checked = []
+    own = prefix_files._checked
+    monkeypatch.setattr(prefix_files, "_checked", lambda path: checked.append(path) or own(path))
+    for module in (prefix_files, prefixes):
+        monkeypatch.setattr(module, "MOST_STORED", 3)
+    with files_of(tmp_path / "kept") as files:
+        engine = Engine(model, STEP, MOST, files)
+        for prompt in (SYSTEM, other, SYSTEM):
+            engine.look_for(prompt)
+            assert len(files._found) == 3
+        del checked[:]
+        slot = engine.add(200)
+        for prompt in (SYSTEM, SYSTEM, other, other):
+            engine.look_for(prompt)
+            assert read(engine, prompt, (200,))[0] == 192
+        assert len(checked) == 3 and not files._found
+        engine.remove(slot)
+
+
+def test_a_file_stays_where_reading_it_failed(tmp_path, monkeypatch, caplog):
+    model = model_of("qwen3_moe", tmp_path)
+    written(model, tmp_path / "kept")
+
+    def fails(*_):
+        raise OSError(24, "Too many open files")
+
+    with files_of(tmp_path / "kept") as files, caplog.at_level(logging.WARNING):
+        with monkeypatch.context() as patch:
+            patch.setattr(prefix_files.os, "open", fails)
+            files.look_for(chunk_keys(SYSTEM))
+        assert "Too many open files" in caplog.text and len(held(tmp_path / "kept")) == 3
 
 
 def test_room_is_made_of_no_other_files(tmp_path):

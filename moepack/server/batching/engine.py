@@ -233,6 +233,13 @@ class Engine:
         self._recount()
         return True
 
+    def close(self) -> None:
+        """Write the chunks that wait to be written, and remove all."""
+        if self._files is not None:
+            self._files.close()
+        while self.evict():
+            pass
+
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove the chunks of a prompt that has no finite answer, and those that follow one of them."""
         if self._files is not None:

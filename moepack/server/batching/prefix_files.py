@@ -100,7 +100,7 @@ class PrefixFiles:
         self._model = hashlib.sha256(f"{FORMAT} {model}".encode()).digest()
         self._found: OrderedDict[str, StoredLayers] = OrderedDict()  # checked, and not yet asked for
         self._kept: weakref.WeakValueDictionary[str, Chunk] = weakref.WeakValueDictionary()  # that prompts take now
-        self._waiting: queue.SimpleQueue[tuple[list[str], weakref.ref[Chunk]] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[list[str], weakref.ref[Chunk] | None] | None] = queue.SimpleQueue()
         self._failed = False  # whether a write has failed: no more are tried
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -166,13 +166,13 @@ class PrefixFiles:
             self._kept[name] = found[-1]
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """Remove the files of a prompt that has no finite answer."""
+        """Remove the files of a prompt that has no finite answer, once those that wait have been written."""
         for name in self.names(keys):
             self._found.pop(name, None)
-            self._remove(self._folder / (name + ENDING))
+            self._waiting.put(([name], None))
 
     def close(self) -> None:
-        """Write what waits, and end the thread."""
+        """Write what waits, and end the thread; once."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -194,8 +194,11 @@ class PrefixFiles:
     def _write_all(self) -> None:
         while (item := self._waiting.get()) is not None:
             names, reference = item
-            chunk = reference()
             *before, path = (self._folder / (name + ENDING) for name in names)
+            if reference is None:
+                self._remove(path)
+                continue
+            chunk = reference()
             if chunk is None or self._failed or path.exists():
                 continue
             try:

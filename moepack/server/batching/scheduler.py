@@ -233,7 +233,7 @@ class Scheduler:
                 if self._dropping:
                     self._drop(self._running, stopping("this server was stopped"))
                 if not self._running:
-                    self._evict_all()
+                    self._engine.close()
                     self._post_events()
                     return
             self._drop_cancelled()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import threading
 
 import pytest
 import torch
@@ -204,6 +205,45 @@ def test_a_file_stays_where_reading_it_failed(tmp_path, monkeypatch, caplog):
             patch.setattr(prefix_files.os, "open", fails)
             files.look_for(chunk_keys(SYSTEM))
         assert "Too many open files" in caplog.text and len(held(tmp_path / "kept")) == 3
+
+
+def test_what_waits_is_written_before_a_server_ends(tmp_path, monkeypatch):
+    model = model_of("qwen3_moe", tmp_path)
+    own = prefix_files._written
+    ending = threading.Event()
+
+    def late(*given):
+        assert ending.wait(60)
+        return own(*given)
+
+    monkeypatch.setattr(prefix_files, "_written", late)
+    with files_of(tmp_path / "kept") as files:
+        engine = Engine(model, STEP, MOST, files)
+        read(engine, SYSTEM, (192, 200))
+        monkeypatch.setattr(files, "close", lambda: (ending.set(), PrefixFiles.close(files)))
+        engine.close()
+        assert engine.kept_bytes == 0 and len(held(tmp_path / "kept")) == 3
+
+
+def test_chunks_without_a_finite_answer_leave_no_file(tmp_path, monkeypatch):
+    """Even if they are being written."""
+    model = model_of("qwen3_moe", tmp_path)
+    own = prefix_files._written
+    writing, forgotten = threading.Event(), threading.Event()
+
+    def late(*given):
+        writing.set()
+        assert forgotten.wait(60)
+        return own(*given)
+
+    monkeypatch.setattr(prefix_files, "_written", late)
+    with files_of(tmp_path / "kept") as files:
+        engine = Engine(model, STEP, MOST, files)
+        read(engine, SYSTEM, (192, 200))
+        assert writing.wait(60)
+        engine.forget(chunk_keys(SYSTEM))
+        forgotten.set()
+    assert not held(tmp_path / "kept")
 
 
 def test_room_is_made_of_no_other_files(tmp_path):

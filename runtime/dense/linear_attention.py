@@ -59,17 +59,19 @@ class _Place:
     decays: str | None  # a module that computes decays' logarithms
     last: str  # the last product
     read: tuple[tuple[str, str], ...]  # modules and parameters whose values the rule has
-    states_of: tuple[tuple[int, int], ...]  # each one's address and version: some are copied when a model is loaded
+    states_of: tuple[tuple[int, Tensor | None], ...]  # each one's address, and its values if the rule has copies
     own_first: bool = False  # whether the module's own code runs a sequence that begins with a single token
 
     def holds(self, module: nn.Module) -> bool:
         """Whether what the rule has of a module is as it was: at its address, frozen, without hooks."""
         if _has_any_global_hook():
             return False
-        for (owner, name), state in zip(self.read, self.states_of, strict=True):
+        for (owner, name), (address, copied) in zip(self.read, self.states_of, strict=True):
             m = module._modules[owner] if owner else module
             weight = None if m is None else m._parameters.get(name)
-            if m is None or weight is None or _state(weight) != state or learns(weight):
+            if m is None or weight is None or weight.data_ptr() != address or learns(weight):
+                return False
+            if copied is not None and not torch.equal(weight, copied):
                 return False
             if owner and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
                 return False
@@ -258,13 +260,13 @@ def _mamba(module: FamilyModule) -> _Place:
     )
 
 
-def _states(module: FamilyModule, read: Sequence[tuple[str, str]]) -> tuple[tuple[int, int], ...]:
-    return tuple(_state(getattr(getattr(module, owner) if owner else module, name)) for owner, name in read)
-
-
-def _state(weight: Tensor) -> tuple[int, int]:
-    """Return a weight's address and the number of times that it was changed in place; a copy in inference has none."""
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
+def _states(module: FamilyModule, read: Sequence[tuple[str, str]]) -> tuple[tuple[int, Tensor | None], ...]:
+    """Return the address of each weight, and the values of a module's own, of which rules have copies."""
+    out: list[tuple[int, Tensor | None]] = []
+    for owner, name in read:
+        weight = getattr(getattr(module, owner) if owner else module, name)
+        out.append((weight.data_ptr(), None if owner else weight.detach().clone()))
+    return tuple(out)
 
 
 @functools.cache

@@ -6,9 +6,9 @@ model is the bundle, its dense versions, the dtype and the form of the cache. Th
 policy changes them under running prompts too.
 
 A thread writes files, so no pass waits. Before a request is queued, its thread checks the files that hold its prompt's
-beginning: they belong to this user alone, and their digest is that of their contents. The pass that reads the prompt
-copies them into the request's row, one layer at a time, from the pages that checking has brought in. They take no
-memory of the budget: the row has it.
+beginning: they belong to this user alone, and their digest is that of their contents and name. The pass that reads the
+prompt copies them into the request's row, one layer at a time, from the pages that checking has brought in. They take
+no memory of the budget: the row has it.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]], used: int) -> 
     plain = save(tensors)
     size = int.from_bytes(plain[:8], "little")
     header = json.loads(plain[8 : 8 + size])
-    digest = hashlib.sha256(_canonical(header))
+    digest = hashlib.sha256(_canonical(path, header))
     digest.update(memoryview(plain)[8 + size :])
     header["__metadata__"] = {"sha256": digest.hexdigest()}
     text = json.dumps(header).encode()
@@ -256,9 +256,9 @@ def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]], used: int) -> 
     return 8 + len(text) + len(plain) - 8 - size
 
 
-def _canonical(header: dict[str, Any]) -> bytes:
+def _canonical(path: Path, header: dict[str, Any]) -> bytes:
     named = {name: value for name, value in header.items() if name != "__metadata__"}
-    return json.dumps(named, sort_keys=True).encode()
+    return json.dumps([path.name, named], sort_keys=True).encode()
 
 
 def _checked(path: Path) -> StoredLayers:
@@ -276,7 +276,7 @@ def _checked(path: Path) -> StoredLayers:
         if not stat.S_ISREG(about.st_mode) or size > HEADER:
             raise ValueError("it is no file of a chunk")
         header = json.loads(opened.read(size))
-        digest = hashlib.sha256(_canonical(header))
+        digest = hashlib.sha256(_canonical(path, header))
         while block := opened.read(READ):
             digest.update(block)
     if header["__metadata__"]["sha256"] != digest.hexdigest():

@@ -101,12 +101,13 @@ def _link(path):
         _flipped,
         _retyped,
         _link,
+        lambda path: path.write_bytes(next(one for one in held(path.parent) if one != path).read_bytes()),
         lambda path: path.write_bytes(path.read_bytes()[:-100]),
         lambda path: path.write_bytes(b""),
         lambda path: path.write_bytes(b"\xff" * 5000),
         lambda path: path.chmod(0o622),
     ],
-    ids=["flipped", "another dtype", "link", "cut", "empty", "noise", "others may write"],
+    ids=["flipped", "another dtype", "link", "another chunk", "cut", "empty", "noise", "others may write"],
 )
 def test_a_file_that_is_not_its_own_is_removed(spoil, tmp_path, caplog):
     model = model_of("qwen3_moe", tmp_path)

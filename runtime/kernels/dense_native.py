@@ -28,7 +28,7 @@ class _Rows(ctypes.Structure):
 class _Attend(ctypes.Structure):
     _fields_ = [
         *((name, _Rows) for name in ("q", "q2", "k", "k2", "v")),
-        *((name, POINTER) for name in ("mask", "out")),
+        *((name, POINTER) for name in ("mask", "sinks", "out")),
         *((name, WORD) for name in ("batch", "groups", "heads", "tokens", "length", "causal")),
         ("mask_at", WORD * 2),
         ("scale", ctypes.c_float),
@@ -217,6 +217,7 @@ def attend(
     scale: float,
     threads: int | None = None,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence's last tokens: softmax(scale * q k) v, with sums and scores in float32.
 
@@ -230,6 +231,7 @@ def attend(
         value: bfloat16 [batch, groups, length, out]. The last axis of all of these has stride 1. Keys and values may be
             `CodedRows`.
         mask: bool [batch, 1, tokens, length].
+        sinks: [heads], logits that take up attention and belong to no key (gpt-oss).
 
     Returns:
         bfloat16 [batch, tokens, heads, out].
@@ -251,6 +253,10 @@ def attend(
     if not fits or any(t is not None and t.stride(3) != 1 for t in (q, q2, k, k2, value)):
         shapes = [None if t is None else tuple(t.shape) for t in (q, q2, k, k2, value, mask)]
         raise ValueError(f"query, key, value and mask {shapes} do not fit")
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        if sinks.shape != (heads,):
+            raise ValueError(f"{tuple(sinks.shape)} sinks are not one for each of {heads} heads")
     if _is_rotated(k):
         q = rotated(q)
     out = q.new_empty(batch, tokens, heads, out_cols)
@@ -261,6 +267,7 @@ def attend(
         k2=_rows(k2),
         v=_rows(value),
         mask=None if mask is None else mask.data_ptr(),
+        sinks=None if sinks is None else sinks.data_ptr(),
         out=out.data_ptr(),
         batch=batch,
         groups=groups,

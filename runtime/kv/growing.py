@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.pack.errors import InputError
-from moepack.runtime.planning.options import PLAIN_KV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -155,7 +154,7 @@ def layer_bits(model: PreTrainedModel, kv: str, compiled: bool = True) -> tuple[
         InputError: for a model without a layer that can be kept so, and without these kernels.
     """
     wanted = FORMS[kv]
-    if kv == PLAIN_KV:
+    if wanted == (PLAIN, PLAIN):
         return ()
     if not compiled:
         raise InputError(f"kv={kv}: a cache is coded on a CPU with moepack's compiled kernels: leave kv out here")

@@ -151,7 +151,8 @@ def from_pretrained(
     """Load a bundle or a checkpoint with a model class of transformers.
 
     Raises:
-        InputError: where transformers' code rejects the configuration or the generation configuration.
+        InputError: where transformers' code rejects the configuration or the generation configuration, or the Hub
+            refuses a file.
     """
     import torch
     from transformers import GenerationConfig
@@ -174,6 +175,10 @@ def from_pretrained(
         raise InputError(f"{name}: {reason(error)}") from error
     except CODE_ERRORS as error:
         raise InputError(f"{name}: transformers cannot build its model: {in_a_line(error)}") from error
+    except Exception as error:  # of the HTTP library, whose errors are no OSErrors
+        if Path(name).exists():
+            raise
+        raise InputError(f"{name}: {reason(error)}") from error
 
 
 def check_bundle(name: str | Path, options: LoadOptions) -> None:

@@ -300,6 +300,7 @@ REFUSALS = {
     "busy for experts' names": ("generate", {"refuse": always(429, "/paths-info/")}, "limits requests (429", RETRIED),
     "no right to experts": ("generate", {"refuse": always(403, "/experts/")}, "no right to read here (403", []),
     "a wrong token for experts": ("generate", {"refuse": always(401, "/experts/")}, "the token that HF_TOKEN", []),
+    "cut off while loading": ("generate", {"cut": lambda method, path: "/adapter" in path}, "cannot be reached", []),
     "a reader, of Xet": ("push-xet", {"token": "hf_reader"}, "no right to write here (403", []),
 }  # fmt: skip
 

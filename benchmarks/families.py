@@ -513,9 +513,9 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> dict[str, str]:
         for way, served in (("", False), (" served", True)):
             differs = Passes.of(ours, ids, want.choices, served).error(want)
             if not differs <= most * rounding:
+                how = way if kv == "16" else f"{way} with a cache of {kv} bits"
                 raise AssertionError(
-                    f"in BF16{way}, cache in {kv} bits, logits differ by {differs:.2g} of their norm, plain's by "
-                    f"{rounding:.2g}"
+                    f"in BF16{how}, logits differ by {differs:.2g} of their norm, plain's by {rounding:.2g}"
                 )
             if kv == "16":
                 apart = max(apart, differs)

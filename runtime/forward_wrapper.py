@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moepack.runtime.experts.token_importance import TokenImportance
-    from moepack.runtime.kv.growing import Bits
+    from moepack.runtime.kv.forms import Bits
 
     from .decode_graph import DecodeGraphs
 
@@ -257,7 +257,7 @@ class ForwardWrapper:
             raise InputError("a loaded bundle is not exported: its experts are read where they lie in this process")
         if self.kv and uses_cache(model.config, kwargs):
             cache = cache_of(kwargs)
-            if cache is None or not any(type(layer).__name__ == "CodedLayer" for layer in cache.layers):
+            if cache is None or not any(type(layer).__name__ == "CodedKvLayer" for layer in cache.layers):
                 raise InputError("a compiled pass makes no cache of codes: pass use_cache=False, or load with kv=16")
         if self.caches is None:
             return

@@ -14,7 +14,7 @@ from moepack.pack.manifest import DENSE, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.planning.choice import ladders_of
-from moepack.runtime.planning.options import METHOD, LoadOptions
+from moepack.runtime.planning.options import GENERATION, METHOD, LoadOptions
 from moepack.runtime.profile import read_profile
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ def load(
     device_memory: int | str | None = None,
     policy: str | None = None,
     dtype: str | torch.dtype = "auto",
-    kv_tokens: int = 0,
-    batch: int = 1,
-    prefill_tokens: int = 512,
-    all_logits: bool = True,
+    kv_tokens: int = GENERATION["kv_tokens"],
+    batch: int = GENERATION["batch"],
+    prefill_tokens: int = GENERATION["prefill_tokens"],
+    all_logits: bool = GENERATION["all_logits"],
     host_memory: int | str | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -57,7 +57,8 @@ def load(
         bundle: a directory, or a Hub id, of which the versions that the policy may serve are fetched.
         progress: called while weights are read, with the bytes read so far and the bytes in all, as far as known.
 
-    `moepack.runtime.planning.options.LoadOptions` describes the other arguments.
+    `moepack.runtime.planning.options.LoadOptions` describes the other arguments. In a budget, the workload by default
+    is that of `moepack generate` and `moepack plan`: a prompt of 512 tokens and 64 new ones, without all logits.
 
     Raises:
         BundleError: when the bundle is damaged.

@@ -31,7 +31,7 @@ from .process_limit import ProcessLimit
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from moepack.runtime.kv.growing import Bits
+    from moepack.runtime.kv.forms import Bits
 
 COUNTERS: dict[str, Callable[[ResidencyManager], int]] = {
     "promotions": lambda m: m.residency.counts.promotions,

@@ -108,7 +108,7 @@ def _same(stored: T) -> T:
 
 
 def _options(setting: Setting) -> Row:
-    return {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32}
+    return {"policy": POLICY, "device": setting.device, "kv_tokens": 256, "prefill_tokens": 32, "all_logits": True}
 
 
 def _room(setting: Setting) -> float:

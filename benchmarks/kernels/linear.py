@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels.linear [--tokens N ...]
 
-A layer of Qwen3-Next's true shape on one thread, whose projections return the same numbers at once, so that only what
-lies between them is measured. Passes walk through the states of 24 layers, more than caches hold. The floor is the
-time in which torch adds to a tensor of a state's size in place, which reads and writes its bytes. Lower quartiles of
-processor time; both sides take turns.
+Layers of Qwen3-Next's and Nemotron-3-Nano's true shape on one thread, whose projections return the same numbers at
+once, so that only what lies between them is measured. Passes walk through the states of 24 layers, more than caches
+hold. The floor is the time in which torch adds to a tensor of a state's size in place, which reads and writes its
+bytes. Lower quartiles of processor time; both sides take turns.
 """
 
 from __future__ import annotations
@@ -20,11 +20,23 @@ from torch import Tensor, nn
 from benchmarks.common import Row, Target, arguments, finish, lower_quartile
 
 LAYERS = 24
-SHAPE: dict[str, Any] = {
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "nemotron_h": {
+        "hidden_size": 2688,
+        "layers_block_type": ["linear_attention", "moe"],
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "mamba_n_groups": 8,
+    },
 }
 OVER = 1.5  # the most time of a token, as a multiple of the floor's
 
@@ -45,16 +57,17 @@ class Given(nn.Module):
         return self.made[size]
 
 
-def layer() -> tuple[Any, Any]:
+def layer(family: str) -> tuple[Any, Any]:
     """One layer with random weights, and its configuration."""
-    from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3NextConfig(hidden_size=2048, num_hidden_layers=4, **SHAPE)
+    config = AutoConfig.for_model(family, vocab_size=64, **SHAPES[family])
     with torch.device("meta"):
-        made = Qwen3NextGatedDeltaNet(config, 0)
-    for name in ("in_proj_qkvz", "in_proj_ba", "out_proj"):
-        setattr(made, name, Given(getattr(made, name).out_features))
+        model = AutoModelForCausalLM.from_config(config)
+    made: Any = next(module for module in model.modules() if hasattr(module, "conv1d"))
+    for name, module in made.named_children():
+        if isinstance(module, nn.Linear):
+            setattr(made, name, Given(module.out_features))
     made = made.to_empty(device="cpu").bfloat16().requires_grad_(False)
     for parameter in made.parameters():
         parameter.normal_(0, 0.5)
@@ -69,26 +82,26 @@ def timed(run: Callable[[Any], object], caches: list[Any]) -> float:
     return (time.process_time() - began) / len(caches)
 
 
-def measure(tokens: int, turns: int) -> Row:
+def measure(family: str, tokens: int, turns: int) -> Row:
     """Time passes of so many tokens by the module's own code, and by the kernel."""
     from transformers import DynamicCache
 
     from moepack.runtime.dense.linear_attention import serve_linear_attention
 
-    module, config = layer()
+    module, config = layer(family)
     plain = type(module).forward
     holder = nn.Module()
     holder.layer, holder.config = module, config
     if not serve_linear_attention(holder):
         raise SystemExit("the kernel's results differ from the model's own code: see the log")
     served = type(module).forward
-    x = torch.randn(1, tokens, 2048).bfloat16()
+    x = torch.randn(1, tokens, config.hidden_size).bfloat16()
     caches: list[Any] = [DynamicCache(config=config) for _ in range(LAYERS if tokens < 64 else 2)]
     own: list[float] = []
     ours: list[float] = []
     with torch.no_grad():
         for cache in caches:
-            served(module, hidden_states=x, cache=cache)
+            plain(module, hidden_states=x, cache=cache)
         for _ in range(turns):
             own.append(timed(lambda cache: plain(module, hidden_states=x, cache=cache), caches))
             ours.append(timed(lambda cache: served(module, hidden_states=x, cache=cache), caches))
@@ -96,6 +109,7 @@ def measure(tokens: int, turns: int) -> Row:
     floor = [timed(lambda state: state.add_(1.0), states) for _ in range(turns)]
     us, wanted, least = (1e6 * lower_quartile(found) for found in (ours, own, floor))
     row: Row = {
+        "layer": family,
         "tokens": tokens,
         "ours us": round(us),
         "transformers us": round(wanted),
@@ -110,13 +124,13 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=[1, 16, 512])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measure(tokens, 2 if args.quick else 7) for tokens in args.tokens]
+    rows = [measure(family, tokens, 2 if args.quick else 7) for family in SHAPES for tokens in args.tokens]
     targets = [
-        Target("a token over its state's bytes", row["over floor"], OVER, "lower")
+        Target(f"a token over its state's bytes, {row['layer']}", row["over floor"], OVER, "lower")
         for row in rows
         if "over floor" in row
     ]
-    columns = ["tokens", "ours us", "transformers us", "speed-up", "state us", "over floor"]
+    columns = ["layer", "tokens", "ours us", "transformers us", "speed-up", "state us", "over floor"]
     finish("linear attention between projections, one thread", columns, rows, targets, args.json)
 
 

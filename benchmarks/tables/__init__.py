@@ -20,7 +20,7 @@ from .formats import (
     formats,
 )
 from .gpu_day import gpu_layers, gpu_measured
-from .kernels import codec, depth, kernels, released_kernels, whole_model
+from .kernels import cache, codec, depth, kernels, released_kernels, whole_model
 from .peers import limited, limited_released, peer_models, peer_quality
 from .serving import (
     alpha,
@@ -57,6 +57,7 @@ TABLES: dict[str, Callable[[], str]] = {
         summary,
         quality,
         quantisers,
+        cache,
         codec,
         depth,
         kernels,

@@ -72,3 +72,20 @@ def depth() -> str:
         cells = by_depth.setdefault(row["depth"], [f"{row['depth']:,}"])
         cells.append(f"{row['ours ms']:.1f}, {row['own ms']:.3g}")
     return table(["tokens in the cache", *(f"{name}: ours, own" for name in layers)], list(by_depth.values()))
+
+
+def cache() -> str:
+    """What a cache in fewer bits costs and gains, by form."""
+    rows = results("cache")["rows"]
+    names = list(dict.fromkeys(row["layer"] for row in rows if "layer" in row))
+    lines = []
+    for row in rows:
+        if "layer" in row:
+            continue
+        timed = {r["layer"]: r for r in rows if "layer" in r and r["kv"] == row["kv"] and row["experts"] != "w4"}
+        times = [f"{timed[n]['ms']:.1f} ms" if n in timed else "" for n in names]
+        loss = f"{row['KL']:.4f} ({row['95 %']})"
+        lines.append([row["experts"], f"`{row['kv']}`", f"{row['bits a number']:.4g}", loss, *times])
+    depth = max(row.get("depth", 0) for row in rows)
+    layers = [f"{n.partition(',')[0]}, a layer at {depth:,}" for n in names]
+    return table(["experts", "cache", "bits a number", "divergence (95 %)", *layers], lines)

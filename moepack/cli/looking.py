@@ -66,7 +66,7 @@ _ANYWHERE = typer.Option("--device", help="cpu, cuda ...; not necessarily on thi
 _POLICY = typer.Option("--policy", autocompletion=complete_policy, help=f"{usages()}; by default hotness.")
 _CACHED = typer.Option("--kv-tokens", min=0, help="Tokens of KV cache for each sequence.")
 _PASS = typer.Option("--prefill-tokens", min=0, help="Tokens of each sequence in the largest forward pass.")
-_ALL = typer.Option("--all-logits", help="A pass returns the logits of all its tokens, the default of moepack.load.")
+_ALL = typer.Option("--all-logits", help="A pass returns the logits of all its tokens.")
 _SEQUENCES = typer.Option("--batch", min=1, help="Sequences that are computed together.")
 
 

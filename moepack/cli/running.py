@@ -281,6 +281,13 @@ def serve(
         ),
     ] = None,
     prefix_cache: Annotated[str | None, _PREFIX] = None,
+    prefix_cache_dir: Annotated[
+        Path | None,
+        typer.Option("--prefix-cache-dir", help="Keep them in files of this folder too, over restarts."),
+    ] = None,
+    prefix_cache_dir_size: Annotated[
+        str, typer.Option("--prefix-cache-dir-size", metavar="SIZE", help="The most bytes of these files.")
+    ] = "10GiB",
     max_prompt_tokens: Annotated[
         int | None, typer.Option("--max-prompt-tokens", min=1, help="The most tokens of a prompt.")
     ] = None,

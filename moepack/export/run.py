@@ -39,10 +39,10 @@ def export(
     reporter = reporter or Reporter()
     target = Path(output)
     wanted = wanted or Wanted()
-    form = target_of(to, wanted.lossy)
     if to == "checkpoint" and wanted.nothing:
         return export_checkpoint(path, output, reporter, dry_run)
     bundle = open_for(path, target)
+    form = target_of(to, wanted.lossy)
     job = choose(bundle, form, wanted)
     for note in form.notes(job):
         reporter.note(note)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.spec import DenseMatrix, Version
 from moepack.runtime.policies.contract import Versions
 from moepack.shared.progress import Reporter
@@ -150,10 +150,10 @@ def target_of(name: str, lossy: str | None = None) -> Target:
 
 
 def _module(name: str) -> ModuleType:
-    """A module of this package. Raises InputError where it needs the gguf package, and that is not installed."""
+    """A module of this package. Raises MissingExtraError where it needs the gguf package, and that is not installed."""
     try:
         return importlib.import_module(f".{name}", __package__)
     except ModuleNotFoundError as error:
         if error.name != "gguf":
             raise
-        raise InputError("--to gguf needs the gguf package: pip install 'moepack[gguf]'") from None
+        raise MissingExtraError("gguf", "gguf") from None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,10 @@ def adapt(model: Any) -> None:
     Raises:
         InputError: for a configuration that is not supported.
     """
-    kept = getattr(model, "_keep_in_fp32_modules_strict", None)  # what only a whole model has
-    model._keep_in_fp32_modules_strict = {*(kept or ()), _IN_FLOAT32}
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    if any(name.rpartition(".")[2] == _IN_FLOAT32 for name, _ in tensors):
+        kept = getattr(model, "_keep_in_fp32_modules_strict", None)  # what only a whole model has
+        model._keep_in_fp32_modules_strict = {*(kept or ()), _IN_FLOAT32}
     conversions: list[WeightTransform] = []
     for name, module in list(model.named_modules()):
         kind = type(module)

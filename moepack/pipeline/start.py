@@ -173,7 +173,6 @@ def resume(
 ) -> LayerWalk:
     """Open a walk that quantises in the stage `stage`, from a calibrated work directory, in `memory` bytes."""
     from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.stream import StreamedModel
 
     where = run_record(directory)
     first = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
@@ -182,6 +181,9 @@ def resume(
         reporter.note("the work directory is calibrated already: this recipe's calibration and mtp are ignored")
         recipe = replace(recipe, calibration=first.calibration, mtp=first.mtp)
     opened = open_checkpoint(where["checkpoint"])
+
+    from moepack.calibrate.stream import StreamedModel  # imports torch
+
     stream = StreamedModel(opened, device)
     if stage == "quantize" or recipe.versions:  # a recipe of dense matrices alone has no valid text
         recipe = with_text(recipe)

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import lossless
-from moepack.runtime.planning.options import DEFAULTS, PLAIN_KV, LoadOptions
+from moepack.runtime.kv.forms import PLAIN_KV
+from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.shared.memory import peaks
 from moepack.shared.opening import Source, check, load_shown, locate
 from moepack.shared.progress import Reporter

@@ -16,7 +16,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
 from moepack.runtime.planning.choice import versions_of
-from moepack.runtime.planning.options import GENERATION, LoadOptions
+from moepack.runtime.planning.options import LoadOptions
 
 from .plan import plan
 
@@ -63,7 +63,6 @@ def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
         InputError: if the budget is too small (the message names the least), or if the policy's plan measures how fast
             weights are read and the weights are not here.
     """
-    options = options.filled(**GENERATION)
     policy = options.parsed_policy()
     if isinstance(bundle, Described) and policy.is_live and policy.options.by_rates:
         needed = ",".join(versions_of(options.policy, bundle, True))

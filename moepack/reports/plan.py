@@ -23,7 +23,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import Version
 from moepack.pack.tables import CalibrationTables, shown_loss
 from moepack.runtime.load import check_options, meant_device
-from moepack.runtime.planning.options import LoadOptions, Workload
+from moepack.runtime.planning.options import GENERATION, LoadOptions, Workload
 from moepack.runtime.planning.sizes import in_unit, parse_size
 from moepack.runtime.profile import profiled
 from moepack.shared.progress import size
@@ -109,11 +109,14 @@ class Planned:
 def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     """Predict what `moepack.load` would serve with these options. Their device need not be in this machine.
 
+    A workload that the options leave open is that of `moepack.load`, `GENERATION`.
+
     Raises:
         InputError: without a budget, or if the policy does not fit the bundle. A small budget gives a `message`.
     """
     if not options.in_budget:
         raise InputError("a plan needs a memory budget: --device-memory or --memory")
+    options = options.filled(**GENERATION)
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     check_options(bundle, options)
     bundle = profiled(bundle, options.profile)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError, MissingExtraError, NotFiniteError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
@@ -15,6 +15,7 @@ from moepack.shared.progress import Reporter
 from .scoring import products
 
 if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
     from rich.table import Table
     from torch import Tensor
 
@@ -53,6 +54,7 @@ def run_tasks(
     """
     try:
         from lm_eval import simple_evaluate
+        from lm_eval.api.model import CacheHook
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -60,15 +62,32 @@ def run_tasks(
     from moepack.calibrate.text.windows import load_tokenizer
     from moepack.runtime.checked_logits import NO_LOGITS, finite_rows
 
+    shown = reporter or Reporter()
+
     class Asked(HFLM):  # type: ignore[misc]
+        def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
+            shown.inner("answers", len(requests))
+            return super().loglikelihood(requests, disable_tqdm)
+
+        def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
+            shown.inner("texts", len(requests))
+            return super().loglikelihood_rolling(requests, disable_tqdm)
+
+        def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
+            shown.inner("answers", len(requests))
+            return super().generate_until(requests, disable_tqdm)
+
         def _model_call(self, *args: object, **given: object) -> Tensor:
             logits: Tensor = super()._model_call(*args, **given)
             if not bool(finite_rows(logits).all()):
                 raise NotFiniteError(str(path), NO_LOGITS)
             return logits
 
-    reporter = reporter or Reporter()
-    with reporter.hub_bars():
+    class Counted(CacheHook):  # type: ignore[misc]
+        def add_partial(self, *answer: object) -> None:  # of every answer, as soon as it is known
+            shown.advance()
+
+    with shown.hub_bars():
         source = locate(path)
         options = replace(options, kv_tokens=length, prefill_tokens=length, all_logits=True)
         check(source, options)
@@ -77,14 +96,15 @@ def run_tasks(
             manager = TaskManager(include_path=str(folder))  # the harness's own tasks too, which takes ten seconds
         if unknown := [name for name in tasks if not manager.match_tasks([name])]:
             raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
-        model = load_shown(source, options, reporter)
+        model = load_shown(source, options, shown)
         batch = options.workload.batch
-        reporter.stage("tasks", len(tasks))
-        reporter.step(", ".join(tasks))
+        shown.stage("tasks", 1)
+        shown.step(", ".join(tasks))
         try:
             asked = Asked(
                 pretrained=model, tokenizer=load_tokenizer(Path(source.path)), batch_size=batch, max_length=length
             )
+            asked.set_cache_hook(Counted(None))
             with products(model):
                 found = simple_evaluate(
                     asked,
@@ -102,7 +122,6 @@ def run_tasks(
         finally:
             if source.is_bundle:
                 model.moepack.close()
-    reporter.step("done")
     assert found is not None
     return {name: {k: v for k, v in row.items() if k != "alias"} for name, row in found["results"].items()}
 

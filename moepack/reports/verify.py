@@ -51,7 +51,6 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
 
 def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list[Problem]:
     from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.stream import StreamedModel
 
     exact = lossless(bundle.versions)
     dense_exact = lossless(bundle.dense_versions)
@@ -59,7 +58,11 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
         raise InputError(f"{bundle.path}: has no lossless version here to compare with a checkpoint")
     if bundle.manifest.dense and dense_exact is None:
         raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here to compare")
-    stream = StreamedModel(open_checkpoint(checkpoint))
+    opened = open_checkpoint(checkpoint)
+
+    from moepack.calibrate.stream import StreamedModel  # imports torch
+
+    stream = StreamedModel(opened)
     if exact.released and exact != stream.native:
         raise InputError(f"{bundle.path}: holds {exact.name} experts, those of {checkpoint} are {stream.native.name}")
     if tuple(stream.expert_layers.values()) != bundle.layers:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.planning.sizes import parse_size
 from moepack.shared.opening import read_template
@@ -70,6 +70,8 @@ class Serve:
     step_tokens: int = 256
     max_kv_tokens: int | None = None
     prefix_cache: str | None = None
+    prefix_cache_dir: Path | None = None
+    prefix_cache_dir_size: str = "10GiB"
     max_prompt_tokens: int | None = None
     max_body: str = "4MiB"
     grace: float = 30.0
@@ -143,7 +145,7 @@ def prepare() -> None:
     """Bound the caches of torch and oneDNN. Call it before torch is imported.
 
     Raises:
-        InputError: if a library that serving needs is missing.
+        MissingExtraError: if a library that serving needs is missing.
     """
     for variable, count in COMPILED.items():
         os.environ.setdefault(variable, count)
@@ -153,7 +155,7 @@ def prepare() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise InputError(f"serving needs {error.name}: pip install 'moepack[serve]'") from None
+        raise MissingExtraError(str(error.name), "serve") from None
 
 
 def options_of(asked: Serve) -> Options:
@@ -180,7 +182,23 @@ def options_of(asked: Serve) -> Options:
         raise InputError(f"--system-messages {asked.system_messages} is unknown: it is {', '.join(WAYS)}")
     check_choice(asked.generation_config)
     own = asked.generation_config == "auto"
-    return Options(name, asked.host, keys, most, limits, template, asked.system_messages, own)
+    folder = asked.prefix_cache_dir
+    if folder is not None and asked.prefix_cache == "off":
+        raise InputError("--prefix-cache-dir keeps what --prefix-cache keeps in memory first: give one of them alone")
+    room = parse_size(asked.prefix_cache_dir_size)
+    assert room is not None
+    return Options(
+        name,
+        asked.host,
+        keys,
+        most,
+        limits,
+        template,
+        asked.system_messages,
+        prefix_dir=folder,
+        prefix_dir_bytes=room,
+        own_sampling=own,
+    )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 UNLIMITED = 1 << 40
@@ -78,4 +79,6 @@ class Options:
     limits: Limits = field(default_factory=Limits)  # upper limits of what the server accepts
     template: str | None = None  # a chat template that replaces the tokenizer's own
     system_messages: Way = "join"
+    prefix_dir: Path | None = None  # where kept prompts stay over restarts, in at most `prefix_dir_bytes` bytes
+    prefix_dir_bytes: int = 10 << 30
     own_sampling: bool = True  # whether the model's generation_config.json sets defaults of sampling

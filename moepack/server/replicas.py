@@ -27,9 +27,11 @@ from moepack.runtime.planning.options import AUTO
 from moepack.shared.cluster import connect
 
 from .command import COMPILED, Serve, handling, listening, opened, options_of, prepare, run, shown, stop_signals
+from .own_sampling import described
 
 if TYPE_CHECKING:
     import uvicorn
+    from ray.serve.handle import DeploymentHandle
     from starlette.responses import JSONResponse
     from starlette.types import Message, Receive, Scope, Send
 
@@ -66,6 +68,10 @@ class Replica:
         found = self._server.scheduler.health()
         if self._started and not found["ok"]:
             raise RuntimeError(f"answers fail: {found['error']}")
+
+    async def sampling(self) -> str:
+        """Describe the model's own defaults of sampling."""
+        return described(self._server.own)
 
     async def load(self) -> dict[str, int]:
         """Return how busy it is."""
@@ -256,7 +262,7 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
         except ImportError as error:
             raise MissingExtraError(str(error.name), "ray") from None
-        _deploy(ray, ray_serve, asked, name)
+        replica = _deploy(ray, ray_serve, asked, name)
         undo.callback(ray_serve.delete, name)
         node, elsewhere = node_of_front(ray)
         place = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -267,7 +273,8 @@ def serve(asked: Serve, say: Callable[[str], None]) -> None:
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, InputError) else error from None
         handled.enter_context(handling(stop_signals(), lambda *_: stopped.set()))
-        say(f"{options.name} at {shown(asked.host, port)}{elsewhere}, {asked.replicas} replicas")
+        where = f"{options.name} at {shown(asked.host, port)}{elsewhere}, {asked.replicas} replicas"
+        say("; ".join(filter(None, (where, replica.sampling.remote().result()))))
         closed = door.closed.remote()
         while not stopped.is_set() and not ray.wait([closed], timeout=0.5)[0]:
             pass
@@ -299,8 +306,8 @@ def _is_ours(address: str) -> bool:
     return True
 
 
-def _deploy(ray: ModuleType, ray_serve: ModuleType, asked: Serve, name: str) -> None:
-    """Start the replicas and wait until they are loaded."""
+def _deploy(ray: ModuleType, ray_serve: ModuleType, asked: Serve, name: str) -> DeploymentHandle[Any]:
+    """Start the replicas, wait until they are loaded, and return what calls one of them."""
     from ray.serve.config import RequestRouterConfig
 
     on_gpu = asked.load.device.startswith("cuda")
@@ -325,7 +332,8 @@ def _deploy(ray: ModuleType, ray_serve: ModuleType, asked: Serve, name: str) -> 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     ray_serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
     try:
-        ray_serve.run(deployment.bind(asked), name=name, route_prefix=None)
+        handle: DeploymentHandle[Any] = ray_serve.run(deployment.bind(asked), name=name, route_prefix=None)
+        return handle
     except RuntimeError as error:
         why = ray_serve.status().applications[name].deployments["Replica"].message
         ray_serve.delete(name)

@@ -165,7 +165,8 @@ class _Shown(Reporter):
             if self._stage is None:
                 return
             if self._inner is None:
-                began = self._stage.ended  # with the step, and not with the first bytes
+                # with the step, unless it tells of its first byte: what came before is not reading
+                began = self._stage.ended if done else self._clock()
                 self._inner = Count("bytes", total, began, began)
             self._inner.total = total
             self.advance(done - self._inner.done)

@@ -1,4 +1,4 @@
-"""Linear attention by the gated delta rule: one kernel call between a layer's projections, for tokens and for prompts.
+"""Linear attention by the gated delta rule and Mamba-2: a kernel call between projections, for tokens and for prompts.
 
 Such a module projects its input, convolves queries, keys and values, moves its state on by each token, normalises and
 gates the result, and multiplies it once more. transformers' own code does that by some thirty operations of torch, of
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.delta_native import DeltaRule, DeltaSizes, DeltaWeights, Lies
+from moepack.runtime.kernels.mamba_native import Mamba, MambaSizes, MambaWeights
 from moepack.runtime.step.context import PackedCache
 
 from .borrowed import CLOSE
@@ -35,12 +37,14 @@ TOKENS = (5, 1, 3, 1)  # random tokens of a trial's passes, one after another
 # What the code of all these modules reads, and what some read. A name beyond these may be a step that the kernel lacks.
 ALL = """apply_mask_to_padding_states causal_conv1d_fn causal_conv1d_update conv1d conv_kernel_size get_conv_state
     get_recurrent_state layer_idx update_conv_state update_recurrent_state"""
-SOME = """A_log F activation b_proj bias cat chunk_kimi_delta_attention contiguous dt_bias exp
+SOME = """A_log D F activation b_proj bias cat chunk_kimi_delta_attention contiguous dt_bias exp
     fix_query_key_value_ordering float float32 forget_gate g_a_proj g_b_proj g_proj head_dim head_k_dim head_v_dim
     in_proj_a in_proj_b in_proj_ba in_proj_qkv in_proj_qkvz in_proj_z is_recording_past k_proj key_dim norm o_norm
     o_proj out_proj pop q_proj qkv_dim recurrent_kimi_delta_attention reshape shape sigmoid softplus split squeeze
     to torch torch_chunk_gated_delta_rule torch_recurrent_gated_delta_rule transpose update v_proj value_dim
-    view weight"""
+    view weight
+    chunk_size conv_dim dtype expand in_proj intermediate_size mamba2_chunk_scan mamba2_selective_state_update
+    mamba2_split_conv1d_scan_combined n_groups num_heads ssm_state_size time_step_limit training variance_epsilon"""
 NEEDED = frozenset(ALL.split())
 KNOWN = NEEDED.union(SOME.split())
 States = tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]  # first tokens, windows and states of sequences
@@ -50,12 +54,13 @@ States = tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]  # first token
 class _Place:
     """A module's rule, and the names of the modules that make what it reads."""
 
-    rule: DeltaRule
+    rule: DeltaRule | Mamba
     maps: tuple[str, ...]  # each of projections by its maps, one after another: "g_a_proj g_b_proj"
     decays: str | None  # a module that computes decays' logarithms
     last: str  # the last product
     read: tuple[tuple[str, str], ...]  # modules and parameters whose values the rule has
     states_of: tuple[tuple[int, int], ...]  # each one's address and version: some are copied when a model is loaded
+    own_first: bool = False  # whether the module's own code runs a sequence that begins with a single token
 
     def holds(self, module: nn.Module) -> bool:
         """Whether what the rule has of a module is as it was: at its address, frozen, without hooks."""
@@ -83,13 +88,13 @@ class _Place:
     def states(self, cache: Any, number: int, batch: int, tokens: int) -> States | None:
         """Return a cache's states of layer `number`; None if the cache keeps them in another way."""
         if not isinstance(cache, PackedCache):
-            held = self._held(cache, number, batch)
+            held = self._held(cache, number, batch, tokens)
             return None if held is None else (range(0, batch * tokens + 1, tokens), (held[0],), (held[1],))
         first = [0]
         windows = []
         states = []
         for span, row in cache.by_row():
-            held = self._held(row, number, 1)
+            held = self._held(row, number, 1, span.stop - span.start)
             if held is None:
                 return None
             first.append(span.stop)
@@ -97,16 +102,19 @@ class _Place:
             states.append(held[1])
         return first, windows, states
 
-    def _held(self, cache: Any, number: int, batch: int) -> tuple[Tensor, Tensor] | None:
-        """Return a cache's windows and states of a layer, made if it has none yet; None if they are of another form."""
+    def _held(self, cache: Any, number: int, batch: int, tokens: int) -> tuple[Tensor, Tensor] | None:
+        """Return a cache's windows and states of a layer, made if it has none yet; None for the module's own code."""
         sizes = self.rule.sizes
         window = torch.zeros((), dtype=torch.bfloat16).expand(batch, *sizes.window)
         state = torch.zeros(()).expand(batch, *sizes.state)
+        own = self.own_first and tokens == 1
         if cache is None:
-            return window.contiguous(), state.contiguous()
+            return None if own else (window.contiguous(), state.contiguous())
         if not isinstance(cache, Cache) or cache.is_recording_past(number) or cache.offloading:
             return None
         if cache.get_conv_state(number, state_idx=0) is None:
+            if own:
+                return None
             cache.update_conv_state(window, number, conv_kernel_size=sizes.width)
             cache.update_recurrent_state(state, number)
         windows = cache.get_conv_state(number, state_idx=0)
@@ -154,6 +162,8 @@ def _place(module: FamilyModule, sigmoid: bool) -> _Place | None:
     try:
         if "forget_gate" in has:
             return _with_own_decays(module, sigmoid)
+        if "in_proj" in has:
+            return None if sigmoid else _mamba(module)
         r = module.num_v_heads // module.num_k_heads
         sizes = DeltaSizes(module.num_k_heads, r, module.head_k_dim, module.head_v_dim, module.conv_kernel_size)
         k = sizes.k_dim
@@ -207,10 +217,49 @@ def _made(
         raise ValueError("the kernel does not fit")
     weights = DeltaWeights(filters.flatten(1), inner.weight.detach(), epsilon, sigmoid, **own)
     read = (("conv1d", "weight"), (norm, "weight"), *((("", "A_log"), ("", "dt_bias")) if own else ()))
-    at = tuple(_state(getattr(getattr(module, owner) if owner else module, name)) for owner, name in read)
     for name in (*" ".join(maps).split(), last, *((decays,) if decays else ())):
         module._modules[name]
-    return _Place(DeltaRule(sizes, places, weights), maps, decays, last, read, at)
+    return _Place(DeltaRule(sizes, places, weights), maps, decays, last, read, _states(module, read))
+
+
+def _mamba(module: FamilyModule) -> _Place:
+    """Return the place of a module of Mamba-2."""
+    norm = module._modules["norm"]
+    sizes = MambaSizes(
+        module.num_heads,
+        module.head_dim,
+        module.ssm_state_size,
+        module.n_groups,
+        module.conv_kernel_size,
+        module.intermediate_size // norm.group_size,
+    )
+    epsilon = epsilon_of(norm)
+    filters = module.conv1d.weight.detach()
+    bias = module.conv1d.bias
+    least, most = module.time_step_limit
+    if epsilon is None or filters.device.type != "cpu":
+        raise ValueError("the kernel does not fit")
+    weights = MambaWeights(
+        filters.flatten(1),
+        None if bias is None else bias.detach(),
+        norm.weight.detach(),
+        epsilon,
+        scale=module.A_log.detach().float().exp(),
+        bias=module.dt_bias.detach().float().clone(),
+        limits=(least, most),
+        skip=module.D.detach().float().clone(),
+    )
+    read = [("conv1d", "weight"), ("norm", "weight"), ("", "A_log"), ("", "dt_bias"), ("", "D")]
+    if bias is not None:
+        read.append(("conv1d", "bias"))
+    at = _states(module, read)
+    return _Place(
+        Mamba(sizes, weights), ("in_proj",), None, "out_proj", tuple(read), at, (least, most) != (0, math.inf)
+    )
+
+
+def _states(module: FamilyModule, read: Sequence[tuple[str, str]]) -> tuple[tuple[int, int], ...]:
+    return tuple(_state(getattr(getattr(module, owner) if owner else module, name)) for owner, name in read)
 
 
 def _state(weight: Tensor) -> tuple[int, int]:
@@ -226,13 +275,12 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
 
     @functools.wraps(kind.forward)
     def forward(self: FamilyModule, *args: object, **kwargs: Any) -> object:
-        x = kwargs.get("hidden_states")
+        x, *more = args or (kwargs.get("hidden_states"),)
         place: _Place | None = self._moepack_linear
-        if args or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
+        if more or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
             return plain(self, *args, **kwargs)
         if not _fits(x) or not place.holds(self):
             return plain(self, *args, **kwargs)
-        assert x is not None
         mask = kwargs.get("attention_mask")
         given = x if mask is None else (x * mask[:, :, None]).to(x.dtype)
         projections, logs = place.project(self, given)
@@ -242,13 +290,17 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
         states = place.states(kwargs.get(cache_name), self.layer_idx, batch, tokens)
         if states is None:
             return plain(self, *args, **kwargs)
-        made = place.rule.run([p.contiguous() for p in projections], *states, logs)
+        projections = [p.contiguous() for p in projections]
+        if isinstance(place.rule, Mamba):
+            made = place.rule.run(projections[0], *states, None if mask is None else mask.bool().contiguous())
+        else:
+            made = place.rule.run(projections, *states, logs)
         return self._modules[place.last](made.view(batch, tokens, -1))
 
     return in_place_of(kind, forward)
 
 
-def _fits(x: Tensor | None) -> bool:
+def _fits(x: object) -> TypeGuard[Tensor]:
     """Whether the kernel takes a pass's input."""
     return (
         isinstance(x, Tensor)

@@ -150,8 +150,8 @@ class DeltaRule:
             call.logs = logs.data_ptr()
         if (logs is None) != (len(self._places) == len(ROLES)):
             raise ValueError("decays are given as logarithms where a layer has none of its own")
-        window_at = _addresses(windows, sizes.window, torch.bfloat16)
-        state_at = _addresses(states, sizes.state, torch.float32)
+        window_at = addresses(windows, sizes.window, torch.bfloat16)
+        state_at = addresses(states, sizes.state, torch.float32)
         count = len(first) - 1
         if len(window_at) != count or len(state_at) != count:
             raise ValueError(f"{len(window_at)} windows and {len(state_at)} states for {count} sequences")
@@ -174,7 +174,8 @@ def _end(role: str, lies: Lies, sizes: DeltaSizes) -> int:
     return lies.first + (sizes.keys - 1) * lies.step + many.get(role, sizes.shared)
 
 
-def _addresses(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
+def addresses(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
+    """The address of each sequence's part of tensors [sequences, *shape]; raises ValueError for other tensors."""
     found = []
     for t in tensors:
         if t.shape[1:] != shape or t.dtype != dtype or not t.is_contiguous() or t.device.type != "cpu":

@@ -23,13 +23,12 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from moepack.pack.errors import InputError
 
+from .forms import FORMS, PLAIN, PLAIN_KV, Bits
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SPARE = 16
-PLAIN = 16  # bits of numbers that are kept as they are
-Bits = tuple[int, int]  # of a layer's keys and values, or of a latent's two parts
-FORMS: dict[str, Bits] = {"16": (16, 16), "8": (8, 8), "4": (4, 4), "k8v4": (8, 4)}
 LATENT = 8  # the least bits of latents, which all heads read
 _claiming = threading.Lock()  # copies of a layer may append in several threads
 
@@ -126,7 +125,7 @@ def as_given(held: Tensor, new: Tensor, bits: int) -> Tensor:
     return CodedRows(held, new.shape[-1], bits, new.dtype)
 
 
-class CodedLayer(GrowingLayer):
+class CodedKvLayer(GrowingLayer):
     """A `GrowingLayer` that holds coded rows of keys and values."""
 
     bits: Bits = (PLAIN, PLAIN)
@@ -154,7 +153,7 @@ def layer_bits(model: PreTrainedModel, kv: str, compiled: bool = True) -> tuple[
         InputError: for a model without a layer that can be kept so, and without these kernels.
     """
     wanted = FORMS[kv]
-    if wanted == (PLAIN, PLAIN):
+    if kv == PLAIN_KV:
         return ()
     if not compiled:
         raise InputError(f"kv={kv}: a cache is coded on a CPU with moepack's compiled kernels: leave kv out here")
@@ -216,13 +215,13 @@ def grow_in_place(cache: object, most: int, bits: Sequence[Bits] = ()) -> None:
     for number, layer in enumerate(layers):
         kind = type(layer)
         coded = number < len(bits) and bits[number] != (PLAIN, PLAIN)
-        if coded and kind is not CodedLayer:
+        if coded and kind is not CodedKvLayer:
             if kind is not DynamicLayer or layer.get_seq_length():
                 raise InputError(
                     f"a {type(cache).__name__} whose layer {number} is a {kind.__name__} cannot be kept in "
                     f"{bits[number][0]} bits: give an empty DynamicCache(config=model.config), or load with kv=16"
                 )
-            layer.__class__ = CodedLayer
+            layer.__class__ = CodedKvLayer
             vars(layer).update(number=number, most=most, bits=bits[number])
         elif kind is DynamicLayer and layer.keys is not None and layer.keys.device.type == "cpu":
             layer.__class__ = GrowingLayer

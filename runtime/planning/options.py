@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
+from moepack.runtime.kv.forms import FORMS, PLAIN_KV
 from moepack.runtime.policies.registry import Policy, parse_policy
 
 from .sizes import Bound, parse_bound, parse_size
@@ -27,10 +28,8 @@ DEVICE_MEMORY = "MOEPACK_DEVICE_MEMORY"
 MEMORY = "MOEPACK_MEMORY"
 CHECKED = "MOEPACK_CHECKED"
 AUTO = "auto"  # the memory limit that follows from what the control group and the system have left
-PLAIN_KV = "16"
-KV = (PLAIN_KV, "8", "4", "k8v4")  # forms of a cache: bits of its numbers, or of keys and of values
 WORKLOAD = ("kv_tokens", "batch", "prefill_tokens", "all_logits")
-# The workload of `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
+# The workload of `moepack.load` and `moepack plan`: `moepack generate` with a prompt of 512 tokens and 64 new ones.
 GENERATION: dict[str, Any] = {"kv_tokens": 576, "batch": 1, "prefill_tokens": 512, "all_logits": False}
 SERVED = (
     "policy",
@@ -58,7 +57,7 @@ class Workload:
     prefill_tokens: int = 512
     # Whether a pass returns the logits of all its tokens, or only the last token's, as when generating
     all_logits: bool = True
-    kv: str = PLAIN_KV  # the form of the cache, of KV
+    kv: str = PLAIN_KV  # the form of the cache, of FORMS
 
     def __post_init__(self) -> None:
         for name, least in (("kv_tokens", 0), ("batch", 1), ("prefill_tokens", 0)):
@@ -159,8 +158,8 @@ class LoadOptions:
             if not isinstance(value := getattr(self, name), str | None):
                 raise InputError(f"{name} is a text, not {value!r}")
         parse_policy(self.policy)
-        if self.kv is not None and str(self.kv) not in KV:
-            raise InputError(f"kv is one of {', '.join(KV)}, not {self.kv!r}")
+        if self.kv is not None and str(self.kv) not in FORMS:
+            raise InputError(f"kv is one of {', '.join(FORMS)}, not {self.kv!r}")
         _ = self.workload
         if isinstance(self.dtype, str) and self.dtype not in DTYPES:
             meant = SHORT.get(self.dtype.lower())

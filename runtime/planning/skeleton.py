@@ -26,9 +26,9 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
+from moepack.runtime.kv.forms import PLAIN_KV
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.sizes import KvShape, cache_bytes, sliding_window, storages
-from moepack.runtime.planning.options import PLAIN_KV
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -161,7 +161,7 @@ class Probe:
     ) -> None:
         """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`.
 
-        `kv` is the form of caches (options.KV).
+        `kv` is the form of caches (kv/forms.py).
         """
         self.model: Any = model
         self.calls = 0

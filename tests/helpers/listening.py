@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from live_models import least, wait_for
+from support import load_for_logits
 
-import moepack
 from moepack.pack.spec import Version
 from moepack.runtime.policies import contract, registry
 from moepack.runtime.policies.reducers import GATES
@@ -51,7 +51,7 @@ def listened_to(bundle: Path) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "ENTRIES", (*registry.ENTRIES, entry))
         budget = least(bundle, "listener") + 1_000_000
-        made = moepack.load(bundle, policy="listener", device_memory=budget, kv_tokens=128)
+        made = load_for_logits(bundle, policy="listener", device_memory=budget, kv_tokens=128)
         with made.moepack:
             yield made
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE, at_once
+from support import PATIENCE, at_once, load_for_logits
 from transformers import AutoModelForCausalLM
 
-import moepack
 from moepack.pack.reader import open_bundle
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.plan import Plan
@@ -38,7 +37,7 @@ def load(bundle: Path, policy: str = FAST, budget: int | None = None, room: int 
     """A model; without a budget given, in the smallest and so much room."""
     if budget is None:
         budget = least(bundle, policy, **options) + room
-    made = moepack.load(bundle, policy=policy, device_memory=budget, **options)
+    made = load_for_logits(bundle, policy=policy, device_memory=budget, **options)
     _loaded.append(weakref.ref(made.moepack))
     return made
 

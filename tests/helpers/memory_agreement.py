@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 import torch
-
-import moepack
+from support import load_for_logits
 
 POLICY = "hotness:hi=bf16,lo=w2,prior=none,interval=0.1,rate=0,margin=0,slack=0"
 
@@ -84,7 +83,7 @@ def main():
     bundle, tiny, budget, *rest = sys.argv[1:]
     device = rest[0] if rest else "cpu"
     gpu = device.startswith("cuda")
-    warm = moepack.load(tiny, device=device, policy=POLICY, device_memory=256 << 20)
+    warm = load_for_logits(tiny, device=device, policy=POLICY, device_memory=256 << 20)
     with torch.inference_mode():
         for tokens in (1, 512):
             warm(ids(warm, tokens), use_cache=True)
@@ -96,7 +95,7 @@ def main():
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if gpu else anonymous()
     sampler = Sampler()
-    model = moepack.load(bundle, device=device, policy=POLICY, device_memory=int(budget), kv_tokens=1024)
+    model = load_for_logits(bundle, device=device, policy=POLICY, device_memory=int(budget), kv_tokens=1024)
     serve(model)
     serving = model.moepack
     serving.close()

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE
+from support import PATIENCE, load_for_logits
 
 import moepack
 
@@ -137,7 +137,7 @@ def options() -> Options:
 @pytest.fixture(scope="session")
 def running(bundle: Path, tokenizer, options: Options) -> Iterator[Running]:
     budget = {"device_memory": BUDGET, "prefill_tokens": 64, "all_logits": False}
-    with serving(moepack.load(bundle, policy="hotness:interval=0.2", **budget), tokenizer, options) as found:
+    with serving(load_for_logits(bundle, policy="hotness:interval=0.2", **budget), tokenizer, options) as found:
         yield found
 
 

@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import moepack
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version, expert_file
+from moepack.runtime.planning.options import LoadOptions
 from moepack.shared.progress import Reporter
 
 HELPERS = Path(__file__).resolve().parent
@@ -54,6 +56,16 @@ class Notes(Reporter):
 
     def note(self, text: str):
         self.notes.append(text)
+
+
+def for_logits(**options) -> LoadOptions:
+    """The options of a load for passes that return all logits, without a cache, as `from_pretrained` has by default."""
+    return LoadOptions(**{"kv_tokens": 0, "all_logits": True, **options})
+
+
+def load_for_logits(bundle: str | Path, **options):
+    """A model that is loaded for such passes, whatever moepack.load's own workload is."""
+    return moepack.load(bundle, **{"kv_tokens": 0, "all_logits": True, **options})
 
 
 def cli(*arguments: str | Path, stdin: str = "") -> tuple[int, str, str]:

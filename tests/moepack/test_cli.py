@@ -387,6 +387,11 @@ def test_what_needs_no_torch_does_not_import_it(bundle, demo_model, tmp_path):
         (("push", tmp_path / "absent", "someone/model"), "no such directory"),
         (("bench", bundle, "--prompt", "x"), "--prompt 'x'"),
         (("generate", tmp_path / "model.gguf", "-p", "The"), "model.gguf"),
+        (("plan", bundle), "a plan needs a memory budget"),
+        (("plan", bundle, "--device-memory", "30MB", "--policy", "static:w9"), "no version 'w9'"),
+        (("verify", bundle, "--checkpoint", tmp_path / "absent", "-q"), "no such directory"),
+        (("export", tmp_path / "absent", "-o", tmp_path / "e", "--bits", "4"), "no such directory"),
+        (("quantize", "--work", tmp_path / "absent"), "is not calibrated yet"),
     ):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
         run = [sys.executable, "-c", hidden, *map(str, arguments)]

@@ -460,7 +460,7 @@ def test_a_version_is_added_from_where_the_others_came(client, bundle, tmp_path)
 
 @pytest.mark.usefixtures("pushed")
 def test_a_budget_chooses_what_is_fetched(client, bundle, tmp_path):
-    least = plan(bundle, LoadOptions(device_memory=1 << 30, all_logits=False, kv_tokens=576)).least_bytes
+    least = plan(bundle, LoadOptions(device_memory=1 << 30)).least_bytes
     client.hub.requests.clear()
     assert json.loads(ok(client.pull(tmp_path / "got", "--fit", str(least), "--json")))["versions"] == ["w1"]
     assert {p.split("/")[-2] for m, p in client.hub.requests if "/experts/" in p} == {"w1"}

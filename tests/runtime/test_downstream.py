@@ -11,7 +11,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from live_models import least, plain_twin
-from support import ids
+from support import ids, load_for_logits
 from transformers import AutoModelForCausalLM
 
 import moepack
@@ -39,7 +39,7 @@ def test_options_beside_a_config_are_merged_without_a_warning(bundle):
     with pytest.raises(InputError, match="policy 'hotnes' is unknown"):
         AutoModelForCausalLM.from_pretrained(bundle, policy="hotnes")
     with pytest.raises(InputError, match="size '30 parsecs'"):
-        moepack.load(bundle, device_memory="30 parsecs")
+        load_for_logits(bundle, device_memory="30 parsecs")
 
 
 @pytest.mark.parametrize("options", [{"policy": "static:w2"}, {"quantization_config": MoepackConfig()}])
@@ -95,7 +95,7 @@ def test_the_rest_of_a_bundle_is_fetched_as_the_beginning_was(bundle, tmp_path, 
 
 @pytest.mark.parametrize(("policy", "memory"), [("static:w2", None), (HOT, "30MB"), ("lru:hi=bf16,lo=w2", "30MB")])
 def test_a_pass_after_close_says_so_at_once(bundle, policy, memory):
-    model = moepack.load(bundle, policy=policy, device_memory=memory)
+    model = load_for_logits(bundle, policy=policy, device_memory=memory)
     with model.moepack, torch.inference_mode():
         model(ids(8))
     for call in (model, model.forward, model.model):
@@ -109,7 +109,7 @@ def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle):
 
     workload = {"prefill_tokens": 64, "all_logits": True}
     budget = {"policy": "static:w2", "device_memory": least(bundle, "static:w2", **workload) + 4_000_000, **workload}
-    model = moepack.load(bundle, **budget)
+    model = load_for_logits(bundle, **budget)
 
     @find_executable_batch_size(starting_batch_size=16)
     def run(batch: int) -> int:
@@ -119,14 +119,14 @@ def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle):
 
     @find_executable_batch_size(starting_batch_size=8)
     def load(batch: int) -> int:
-        moepack.load(bundle, batch=batch, **budget).moepack.close()
+        load_for_logits(bundle, batch=batch, **budget).moepack.close()
         return batch
 
     assert 1 < run() < 16 and 1 < load() < 8
     with pytest.raises(torch.OutOfMemoryError, match="the budget of"), torch.inference_mode():
         model(torch.ones(64, 64, dtype=torch.long), use_cache=False)
     with pytest.raises(moepack.BudgetExceeded, match="is 1000"):
-        moepack.load(bundle, **{**budget, "device_memory": 1000})
+        load_for_logits(bundle, **{**budget, "device_memory": 1000})
     model.moepack.close()
 
 

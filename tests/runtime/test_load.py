@@ -10,7 +10,7 @@ from dataclasses import fields
 import pytest
 import torch
 from live_models import plain_twin
-from support import damage, flip
+from support import damage, flip, load_for_logits
 from transformers.quantizers.base import HfQuantizer
 
 import moepack
@@ -141,7 +141,7 @@ def test_loads_where_transformers_hands_over_no_model(bundle, monkeypatch):
     own = MoepackQuantizer.update_weight_conversions
     monkeypatch.setattr(MoepackQuantizer, "update_weight_conversions", lambda self, found, model: own(self, found))
     monkeypatch.setattr(HfQuantizer, "update_weight_conversions", lambda self, found: found)
-    model = moepack.load(bundle, memory="6GB")
+    model = load_for_logits(bundle, memory="6GB")
     assert model.moepack.limit is not None
     model.moepack.close()
 
@@ -201,7 +201,7 @@ def test_the_package_shows_its_names_and_a_served_model_says_what_it_is(bundle):
     taken = inspect.signature(moepack.load).parameters
     assert {field.name for field in fields(LoadOptions)} <= set(taken), "every option by its name"
     assert all(parameter.annotation is not parameter.empty for parameter in taken.values())
-    model = moepack.load(bundle, policy="static:w4", device_memory=40_000_000)
+    model = load_for_logits(bundle, policy="static:w4", device_memory=40_000_000)
     used = f"{model.moepack.resident_bytes():,}"
     assert repr(model.moepack) == (
         f"<moepack {bundle}: policy static:w4; {used} bytes of a budget of 40,000,000; experts: 64 w4>"

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from live_models import FAST, load, wait_for
-from support import PATIENCE, at_once, ids
+from support import PATIENCE, at_once, ids, load_for_logits
 from transformers import StaticCache
 
 import moepack
 from moepack.pack.errors import InputError
-from moepack.runtime.kv.growing import CodedLayer
+from moepack.runtime.kv.growing import CodedKvLayer
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.skeleton import LiveBytes
 
@@ -168,7 +168,7 @@ def test_the_model_is_let_go_at_once(bundle, policy, memory):
     gc.collect()
     gc.disable()
     try:
-        model = moepack.load(bundle, policy=policy, device_memory=memory, kv_tokens=64)
+        model = load_for_logits(bundle, policy=policy, device_memory=memory, kv_tokens=64)
         assert type(model).__name__ == "Qwen3MoeForCausalLM"
         assert "logits_to_keep" in inspect.signature(model.forward).parameters
         with torch.inference_mode():
@@ -235,7 +235,7 @@ def test_a_pass_without_a_cache_codes_its_own(bundle):
             model.model(ids(8), None, None, None),
         ]
         for layer in [layer for out in made for layer in out.past_key_values.layers]:
-            assert type(layer) is CodedLayer and layer.keys.dtype == torch.uint8
+            assert type(layer) is CodedKvLayer and layer.keys.dtype == torch.uint8
         with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
             model(ids(8), input_ids=ids(8))
 
@@ -268,7 +268,7 @@ def test_what_a_pass_returns_counts(bundle, asked, options):
     """In the smallest budget more than the workload's is refused; what counts is what storages add up to, or more."""
     attention = {k: v for k, v in options.items() if k != "all_logits"}
     workload = {k: v for k, v in options.items() if k == "all_logits"}
-    model = moepack.load(bundle, policy="static:w2", device_memory=1 << 30, prefill_tokens=256, **options)
+    model = load_for_logits(bundle, policy="static:w2", device_memory=1 << 30, prefill_tokens=256, **options)
     x, watch, seen = ids(256), model.moepack.caches, []
     given = {**asked, "labels": x} if asked.get("labels") else asked
     provide = watch._provide

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from support import ROOT
+from support import ROOT, for_logits, load_for_logits
 from transformers import AutoModelForCausalLM
 
 import moepack.runtime.plugin
@@ -80,12 +80,12 @@ def test_a_budget_is_refused_before_a_weight_is_read(bundle, policy, monkeypatch
     that the refusal names loads, and is the one that a load would have named after reading."""
     with monkeypatch.context() as patch, pytest.raises(TooSmallError) as refused:
         patch.setattr(moepack.runtime.plugin, "attach", read)
-        moepack.load(bundle, policy=policy, device_memory=5, prefill_tokens=16, dtype="float32")
+        load_for_logits(bundle, policy=policy, device_memory=5, prefill_tokens=16, dtype="float32")
     with monkeypatch.context() as patch, pytest.raises(TooSmallError) as later:
         patch.setattr(moepack.runtime.plugin, "check_budget", lambda *_: None)
-        moepack.load(bundle, policy=policy, device_memory=5, prefill_tokens=16, dtype="float32")
+        load_for_logits(bundle, policy=policy, device_memory=5, prefill_tokens=16, dtype="float32")
     assert str(refused.value) == str(later.value)
-    moepack.load(bundle, policy=policy, device_memory=refused.value.least, prefill_tokens=16, dtype="float32")
+    load_for_logits(bundle, policy=policy, device_memory=refused.value.least, prefill_tokens=16, dtype="float32")
 
 
 @pytest.mark.parametrize("policy", ["static:w2", "hotness", "lru:lo=absent"])
@@ -93,9 +93,9 @@ def test_the_least_that_is_named_would_do(bundle, policy, monkeypatch):
     """It is refused before a weight is read, and the limit that the refusal names loads."""
     with monkeypatch.context() as patch, pytest.raises(TooSmallError, match="a memory limit of 5 bytes") as refused:
         patch.setattr(moepack.runtime.plugin, "attach", read)
-        moepack.load(bundle, policy=policy, memory=5, prefill_tokens=16)
+        load_for_logits(bundle, policy=policy, memory=5, prefill_tokens=16)
     least = refused.value.least
-    with moepack.load(bundle, policy=policy, memory=least, prefill_tokens=16).moepack as serving:
+    with load_for_logits(bundle, policy=policy, memory=least, prefill_tokens=16).moepack as serving:
         assert serving.limit is not None and serving.limit.bytes == least
         assert serving.resident_bytes_peak <= serving.budget_bytes == serving.limit.budget < 64 * MIB
 
@@ -136,5 +136,5 @@ def test_tied_weights_count_once(bundle):
     fixed._known.clear()
     work = {"policy": "static:w2", "prefill_tokens": 24}
     with pytest.raises(TooSmallError) as refused:
-        moepack.load(bundle, memory=5, **work)
-    assert f" {plan(bundle, LoadOptions(device_memory=0, **work)).least_bytes} bytes budget" in str(refused.value)
+        load_for_logits(bundle, memory=5, **work)
+    assert f" {plan(bundle, for_logits(device_memory=0, **work)).least_bytes} bytes budget" in str(refused.value)

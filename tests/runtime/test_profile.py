@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from live_models import wait_for
-from support import ROOT, ids
+from support import ROOT, for_logits, ids
 
 import moepack
 import moepack.runtime.profile as profiles
@@ -84,7 +84,7 @@ def test_what_is_no_profile_at_all(bundle, tmp_path, monkeypatch):
         with pytest.raises(InputError, match=words):
             read_profile(file, opened)
     with pytest.raises(InputError, match="No such file"):
-        plan(bundle, LoadOptions(device_memory="1GB", profile=str(tmp_path / "none")))
+        plan(bundle, for_logits(device_memory="1GB", profile=str(tmp_path / "none")))
     monkeypatch.setattr(profiles, "MOST_BYTES", 1)
     with pytest.raises(InputError, match="more than 1 bytes"):
         read_profile(file, opened)

@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 from served import ask
+from support import for_logits, load_for_logits
 
 import moepack
 from moepack.calibrate.text.windows import document_windows, load_tokenizer
@@ -110,17 +111,17 @@ def test_every_way_gives_the_same(tiny, tied, dense, policy, budget, kv, evaluat
     if budget is not None:
         if budget == "least":
             with pytest.raises(TooSmallError) as refused:
-                moepack.load(bundle, device_memory=1000, dtype=torch.float32, **asked, **WORK)
+                load_for_logits(bundle, device_memory=1000, dtype=torch.float32, **asked, **WORK)
             budget = refused.value.least
         asked["device_memory"] = budget
-        planned = plan(bundle, LoadOptions(**asked, **WORK))  # in the checkpoint's BF16
-        with moepack.load(bundle, **asked, **WORK).moepack as serving:
+        planned = plan(bundle, for_logits(**asked, **WORK))  # in the checkpoint's BF16
+        with load_for_logits(bundle, **asked, **WORK).moepack as serving:
             assert planned.feasible and planned.fixed == serving.fixed
             if serving.manager is None:
                 assert planned.used_bytes == serving.resident_bytes()
             assert planned.used_bytes <= budget and serving.resident_bytes_peak <= budget
 
-    model = moepack.load(bundle, dtype=torch.float32, **asked, **WORK)
+    model = load_for_logits(bundle, dtype=torch.float32, **asked, **WORK)
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     with model.moepack as serving, torch.inference_mode():
         versions, live, logits = serving.versions, serving.manager is not None, model(ids, logits_to_keep=1).logits
@@ -165,7 +166,7 @@ def test_every_dtype_is_served_and_paged(tiny, dense, policy, dtype):
     bundle, ids = tiny(False), torch.arange(1, 13)[None]
     wanted = reference(bundle, dense, (("bf16",) * 4,) * 2)
     asked = {} if policy == "static" else {"device_memory": AMPLE}
-    model = moepack.load(bundle, policy=policy, dense=dense, dtype=dtype, **asked, **WORK)
+    model = load_for_logits(bundle, policy=policy, dense=dense, dtype=dtype, **asked, **WORK)
     with model.moepack, torch.inference_mode():
         logits, exact = model(ids, logits_to_keep=1).logits, wanted(ids, logits_to_keep=1).logits
         answer = model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import PATIENCE, ROOT, documented
+from support import PATIENCE, ROOT, documented, for_logits, load_for_logits
 from tiny_models import copy_tokenizer
 
 import moepack
@@ -17,7 +17,6 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan
 from moepack.runtime.devices.contract import Device
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.residency import opening
 
 PAGES = {p.stem: p.read_text() for p in (ROOT / "docs" / "extending").glob("*.md")}
@@ -69,9 +68,9 @@ def test_a_device(bundle, tmp_path, monkeypatch):
     assert replaced in Path(opening.__file__).read_text(), "the line that it stands in place of"
     monkeypatch.setattr(opening, "CpuDevice", slow)
     policy = "hotness:hi=bf16,lo=w2,prior=none,interval=0.05,rate=0"
-    budget = plan(bundle, LoadOptions(device_memory=0, policy=policy, prefill_tokens=16)).least_bytes + 400_000
+    budget = plan(bundle, for_logits(device_memory=0, policy=policy, prefill_tokens=16)).least_bytes + 400_000
     ids = torch.randint(1, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
-    model = moepack.load(bundle, policy=policy, device_memory=budget, prefill_tokens=16)
+    model = load_for_logits(bundle, policy=policy, device_memory=budget, prefill_tokens=16)
     with model.moepack as served:
         assert type(served.manager.device) is slow and served.manager.device.host()["latency"] == slow.latency
         began, end = time.monotonic(), time.monotonic() + PATIENCE

@@ -41,7 +41,7 @@ def test_without_any(short_model, text, bundle, tmp_path, whole_core):
     code, out, _ = told.pop("doctor")
     (problem,) = json.loads(out)["problems"]
     assert code == 1 and "(ModuleNotFoundError: import of triton" in problem and "pip install 'triton>=" in problem
-    assert "llguidance, which is not installed on this server: pip install 'moepack[serve]'" in told.pop("schema")
+    assert "llguidance, which is not installed on this server. Run: pip install 'moepack[serve]'" in told.pop("schema")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for name, result in told.items():
         extra = EXTRAS.get(name, "build")

@@ -15,10 +15,9 @@ from native_checkpoints import IDS, logits, released, small
 from released import found, same
 from released_kinds import E8M0, KINDS, block_fp8
 from safetensors.torch import load_file, save_file
-from support import forked, spy, tree
+from support import forked, load_for_logits, spy, tree
 from transformers import AutoModelForCausalLM
 
-import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.native import RowPlaces
 from moepack.calibrate.released.announced import announced_version
@@ -245,7 +244,7 @@ def test_dense_matrices_stay_as_released(kind, plain, text, tmp_path):
     want, exact = reference(values, plain, tmp_path / "exact"), f"static:{bundle.versions[0].name}"
     weights, sizes = sum(m.matrix.weights for m in bundle.manifest.dense), []
     for path, options in ((bundle.path, {}), (bundle.path, {"device_memory": "64MiB"}), (both.path, {"dense": less})):
-        model = moepack.load(path, policy=exact, dtype=torch.float32, **options)
+        model = load_for_logits(path, policy=exact, dtype=torch.float32, **options)
         sizes.append(sum(m.packed.nbytes for m in model.modules() if isinstance(m, PackedLinear)))
         with torch.inference_mode():
             error = float((model(IDS).logits - want).norm() / want.norm())

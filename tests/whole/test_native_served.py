@@ -10,7 +10,7 @@ import torch
 from gpu_stand_in import install
 from native_checkpoints import IDS, logits, released, small
 from served import ask
-from support import damage
+from support import damage, for_logits, load_for_logits
 
 import moepack
 from moepack.generation import generate
@@ -74,9 +74,9 @@ def test_paging_gives_the_bits_of_resident_experts(kind, native, dtype):
     bundle, asked = native(kind), {"dtype": dtype, **WORK}
     exact = moepack.load(bundle, policy=f"static:{best(bundle)}", dtype=dtype)
     with pytest.raises(TooSmallError, match=rf"2 layers' experts at {best(bundle)}: the least") as refused:
-        moepack.load(bundle, policy="paged", device_memory=1000, **asked)
+        load_for_logits(bundle, policy="paged", device_memory=1000, **asked)
     for options, more in (("paged", 0), ("paged:alpha=0.5", 100_000), ("paged:alpha=0.3,ahead=no", 100_000)):
-        model = moepack.load(bundle, policy=options, device_memory=refused.value.least + more, **asked)
+        model = load_for_logits(bundle, policy=options, device_memory=refused.value.least + more, **asked)
         with model.moepack as serving, torch.inference_mode():
             placed = {name for row in serving.versions for name in row}
             assert placed <= {best(bundle), f"{best(bundle)}@packed", "stored"}
@@ -110,7 +110,7 @@ def test_of_a_coded_version_paging_knows_restore_alone(native, text, tmp_path, m
     checkpoint = native("deepseek mxfp4").with_name("checkpoint")
     build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE, "native"), [text])
     options = "paged:alpha=0.5,resident=0.25,ahead=no"
-    model = moepack.load(tmp_path / "bundle", policy=options, device_memory=AMPLE, **WORK)
+    model = load_for_logits(tmp_path / "bundle", policy=options, device_memory=AMPLE, **WORK)
     with model.moepack as serving, torch.inference_mode():
         assert {n for row in serving.versions for n in row} == {"mxfp4", "mxfp4@packed", "stored"}
         assert torch.equal(model(IDS).logits.float(), want)
@@ -129,7 +129,7 @@ def test_every_policy_by_every_way(kind, policy, native, evaluation):
     asked = {"policy": policy + best(bundle) * policy.endswith("="), "device_memory": AMPLE}
     want = logits(bundle, policy=f"static:{best(bundle)}")
     assert torch.equal(logits(bundle, **asked, **WORK), want)
-    planned = plan(bundle, LoadOptions(**asked, **WORK))
+    planned = plan(bundle, for_logits(**asked, **WORK))
     shown = {name.partition("@")[0] for row in planned.table for name in row}
     assert planned.feasible and shown <= {best(bundle), "absent", "stored"}
     options = LoadOptions(dtype="float32", batch=1, **asked, **WORK)
@@ -146,8 +146,8 @@ def test_damage_is_named_and_not_served(native, tmp_path):
     """A stored extent is digested again once its file has changed."""
     bundle = Path(shutil.copytree(native("ct nvfp4"), tmp_path / "bundle"))
     with pytest.raises(TooSmallError) as refused:
-        moepack.load(bundle, policy="paged", device_memory=1000, **WORK)
-    model, want = moepack.load(bundle, policy="paged", device_memory=refused.value.least, **WORK), logits(bundle)
+        load_for_logits(bundle, policy="paged", device_memory=1000, **WORK)
+    model, want = load_for_logits(bundle, policy="paged", device_memory=refused.value.least, **WORK), logits(bundle)
     with model.moepack, torch.inference_mode():
         damage(bundle, "nvfp4", 1, range(4))
         model.moepack.manager.on_demand.drop_all()
@@ -159,7 +159,7 @@ def test_damage_is_named_and_not_served(native, tmp_path):
 
 def test_a_gpu_gets_codes_that_the_host_decoded(native, monkeypatch):
     bundle, gpu = native("fp8 blocks"), install(monkeypatch, computes=False)
-    model, opened_bundle = moepack.load(bundle, policy="hotness", device_memory=AMPLE, **WORK), open_bundle(bundle)
+    model, opened_bundle = load_for_logits(bundle, policy="hotness", device_memory=AMPLE, **WORK), open_bundle(bundle)
     version = opened_bundle.versions[0]
     with model.moepack as serving:
         assert {name for row in serving.versions for name in row} == {"fp8"}

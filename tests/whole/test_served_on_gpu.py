@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from support import load_for_logits
 
 import moepack
 from moepack.generation import generate
@@ -36,11 +37,11 @@ def test_policies_write_in_small_budgets(bundle, policy):
     """All tokens, and no transition fails."""
     given = {"policy": policy, "device": "cuda", "kv_tokens": 64}
     try:
-        moepack.load(bundle, device_memory=1000, **given)
+        load_for_logits(bundle, device_memory=1000, **given)
         raise AssertionError("a budget of 1,000 bytes was not refused")
     except TooSmallError as error:
         least = error.least
-    model = moepack.load(bundle, device_memory=round(1.3 * least), **given)
+    model = load_for_logits(bundle, device_memory=round(1.3 * least), **given)
     out = model.generate(torch.arange(5, 17, device="cuda")[None], max_new_tokens=24, do_sample=False)
     assert out.shape == (1, 36) and model.moepack.counters().get("transition_failures", 0) == 0
     model.moepack.close()

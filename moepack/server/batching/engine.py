@@ -36,13 +36,14 @@ from .packed_cache import (
     layers_with_states,
     windows_of,
 )
-from .prefixes import CHUNK
+from .prefix_files import PrefixFiles
+from .prefixes import CHUNK, chunk_keys
 from .row_table import RowTable
 
 if TYPE_CHECKING:
     from transformers import Cache
 
-    from moepack.runtime.kv.growing import Bits
+    from moepack.runtime.kv.forms import Bits
     from moepack.runtime.served_model import CausalModel
 
 log = logging.getLogger("moepack.server")
@@ -81,12 +82,16 @@ class StepInput:
 class Engine:
     """Run a model's forward passes. One thread at a time may call it."""
 
-    def __init__(self, model: CausalModel, step_tokens: int, most_kept: int | None = 0) -> None:
+    def __init__(
+        self, model: CausalModel, step_tokens: int, most_kept: int | None = 0, files: PrefixFiles | None = None
+    ) -> None:
         """Prepare for passes of at most `step_tokens` tokens.
 
-        `most_kept` is the most bytes of kept chunks of prompts: 0 keeps none, None takes the default.
+        `most_kept` is the most bytes of kept chunks of prompts: 0 keeps none, None takes the default. They are also
+        written to `files`, and found there.
         """
         self._model = model
+        self._files = files
         self._step = step_tokens
         self.device: torch.device = model.device  # device of the logits
         self._native = model.config._attn_implementation
@@ -146,7 +151,7 @@ class Engine:
         if self._rows is None:
             states = partial(DynamicCache, config=self._model.config) if self._with_states else None
             self._rows = PackedKvCache(
-                self._windows, self._shape(), self._step, self.most_kept, self._table, states, self._kv
+                self._windows, self._shape(), self._step, self.most_kept, self._table, states, self._kv, self._files
             )
         return CacheSlot(self._rows.add(wanted, keys))
 
@@ -198,7 +203,17 @@ class Engine:
         """Return the tokens at the beginning of a sequence's prompt that kept chunks hold beyond its own cache."""
         if self._rows is None or slot.cache is None or not slot.cache.keys:
             return 0
-        return max(0, CHUNK * len(self._rows.prefixes.find(slot.cache.keys)) - slot.length)
+        keys = slot.cache.keys
+        found = self._rows.prefixes.find(keys)
+        if self._files is not None:
+            for layers in self._files.take(keys, len(found)):
+                self._rows.prefixes.add_stored(found, keys[len(found)], layers)
+        return max(0, CHUNK * len(found) - slot.length)
+
+    def look_for(self, prompt: Sequence[int]) -> None:
+        """Check the files that hold the beginning of a prompt, which waits for that. Any thread may call it."""
+        if self._files is not None and self.most_kept:
+            self._files.look_for(chunk_keys(prompt))
 
     def new_chunks(self, item: StepInput) -> range:
         """Return which of its prompt's chunks a step with this input completes and keeps, by their place, from 0."""
@@ -221,6 +236,8 @@ class Engine:
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove the chunks of a prompt that has no finite answer, and those that follow one of them."""
+        if self._files is not None:
+            self._files.forget(keys)
         if self._rows is not None:
             self._rows.prefixes.forget(keys)
             self._recount()

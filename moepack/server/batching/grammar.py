@@ -73,7 +73,7 @@ class Grammars:
         try:
             from llguidance import LLMatcher, LLParserLimits
         except ImportError:
-            why = "needs llguidance, which is not installed on this server: pip install 'moepack[serve]'"
+            why = "needs llguidance, which is not installed on this server. Run: pip install 'moepack[serve]'"
             raise bad(param, why, "unsupported") from None
         tokenizer = self._made_tokenizer(param)
         try:

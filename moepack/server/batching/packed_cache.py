@@ -28,9 +28,11 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from moepack.runtime.kv.growing import PLAIN, Bits, as_given, coded
+from moepack.runtime.kv.forms import PLAIN, Bits
+from moepack.runtime.kv.growing import as_given, coded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
 
+from .prefix_files import PrefixFiles
 from .prefixes import CHUNK, Chunk, Prefixes
 from .row_table import END, ROOM, RowTable, Where, where
 
@@ -166,12 +168,13 @@ class PackedKvCache(Cache, PackedCache):
         table: RowTable | None = None,
         states: Callable[[], Cache] | None = None,
         bits: Sequence[Bits] = (),
+        files: PrefixFiles | None = None,
     ) -> None:
         """Start empty. `windows`: attention windows by layer, tokens, None for full; `step`: the most tokens a pass.
 
         `most_kept` is the most bytes of kept chunks; 0 unless every layer is full. `table` is the model's, on a GPU.
         `states` makes a sequence's cache of states, if some layers keep one. `bits` are those of each layer's keys and
-        values; empty for plain ones.
+        values; empty for plain ones. Kept chunks are written to `files`.
         """
         layers: list[Any] = [_Layer(self, n) for n in range(len(windows))]
         super().__init__(layers=layers)
@@ -185,6 +188,7 @@ class PackedKvCache(Cache, PackedCache):
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
         self._table = table
         self._states = states
+        self._files = files
         self._bits = tuple(bits) or ((PLAIN, PLAIN),) * len(windows)
         self._written = False
         self.table: RowTable | None = None  # where the running pass finds its rows, if it does so by a table
@@ -282,6 +286,8 @@ class PackedKvCache(Cache, PackedCache):
             layers = [(_given(held.keys)[:, :, at], _given(held.values)[:, :, at]) for held in row.layers]
             if not self.prefixes.add(found, row.keys[n], layers):
                 return
+            if self._files is not None:
+                self._files.keep(row.keys[: n + 1], found[-1])
 
     # --- what models call
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 CHUNK = 64  # tokens
+MOST_STORED = 4096  # chunks in files at a time
 
 
 def chunk_keys(prompt: Sequence[int]) -> tuple[bytes, ...]:
@@ -23,14 +24,14 @@ def chunk_keys(prompt: Sequence[int]) -> tuple[bytes, ...]:
     return tuple(array("q", prompt[n : n + CHUNK]).tobytes() for n in range(0, len(prompt) - CHUNK + 1, CHUNK))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Chunk:
     """Keys and values of CHUNK tokens of prompts that begin alike."""
 
     number: int  # from 1, never used twice
     key: tuple[int, bytes]  # the number of the chunk before it, or 0, and its token ids
-    layers: tuple[tuple[Tensor, Tensor], ...]  # keys and values by layer, [1, heads, CHUNK, dim]
-    bytes: int
+    layers: Sequence[tuple[Tensor, Tensor]]  # keys and values by layer, [1, heads, CHUNK, dim]
+    bytes: int  # of memory; 0 for a chunk in a file
 
 
 class Prefixes:
@@ -45,9 +46,11 @@ class Prefixes:
         # first one of all never has a chunk that depends on it.
         self._chunks: OrderedDict[tuple[int, bytes], Chunk] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._stored = 0  # chunks in files
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        """Return the chunks in memory."""
+        return len(self._chunks) - self._stored
 
     @property
     def most_chunks(self) -> int:
@@ -80,12 +83,26 @@ class Prefixes:
             copies = tuple((keys.clone(), values.clone()) for keys, values in layers)
         except (MemoryError, RuntimeError):  # without a budget, memory may be short: the request needs no copy
             return False
-        chunk = Chunk(next(self._numbers), (found[-1].number if found else 0, key), copies, size)
-        self._chunks[chunk.key] = chunk
         self.bytes += size
+        self._append(found, key, copies, size)
+        return True
+
+    def add_stored(self, found: list[Chunk], key: bytes, layers: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Append a chunk in a file to `found`, which `find` has just returned, unless there are many."""
+        if self._stored < MOST_STORED:
+            self._stored += 1
+            self._append(found, key, layers, 0)
+
+    def _append(self, found: list[Chunk], key: bytes, layers: Sequence[tuple[Tensor, Tensor]], size: int) -> None:
+        chunk = Chunk(next(self._numbers), (found[-1].number if found else 0, key), layers, size)
+        self._chunks[chunk.key] = chunk
         found.append(chunk)
         self._use(found)
-        return True
+
+    def _drop(self, chunk: Chunk) -> None:
+        del self._chunks[chunk.key]
+        self.bytes -= chunk.bytes
+        self._stored -= not chunk.bytes
 
     def evict(self, spared: Sequence[Chunk] = ()) -> bool:
         """Remove the least recently used chunk, and return whether there was one.
@@ -95,20 +112,17 @@ class Prefixes:
         first = next(iter(self._chunks.values()), None)
         if first is None or (spared and first is spared[-1]):
             return False
-        _, chunk = self._chunks.popitem(last=False)
-        self.bytes -= chunk.bytes
+        self._drop(first)
         return True
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove the kept chunks at the beginning of a prompt with these chunk keys, and all that follow them."""
         gone = {chunk.number for chunk in self.find(keys)}
-        for chunk in sorted(
-            self._chunks.values(), key=lambda chunk: chunk.number
-        ):  # a chunk comes after the one before
+        # a chunk comes after the one before
+        for chunk in sorted(self._chunks.values(), key=lambda chunk: chunk.number):
             if chunk.number in gone or chunk.key[0] in gone:
                 gone.add(chunk.number)
-                del self._chunks[chunk.key]
-                self.bytes -= chunk.bytes
+                self._drop(chunk)
 
     def _use(self, found: Sequence[Chunk]) -> None:
         for chunk in reversed(found):

@@ -273,9 +273,9 @@ class Scheduler:
         """Remove the sequences whose clients have gone."""
         for held in (self._running, self._waiting):
             for one in [s for s in held if s.job.cancelled]:
+                self.totals.cancelled += 1
                 held.remove(one)
                 self._remove(one)
-                self.totals.cancelled += 1
 
     def _admit(self) -> None:
         if self._crowded and self._running:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import difflib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from moepack.server.about.metrics import Metrics
 from moepack.server.batching.engine import Engine
 from moepack.server.batching.grammar import Grammars, JsonMask
 from moepack.server.batching.jobs import Job, JobEvent
+from moepack.server.batching.prefix_files import PrefixFiles, described
 from moepack.server.batching.scheduler import Scheduler
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError, failed, too_long
@@ -73,7 +75,10 @@ class Server:
         self._ignored: set[str] = set()  # hints of which the log has told
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
         context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or UNLIMITED))
-        self.engine = Engine(model, options.limits.step_tokens, options.limits.kept_bytes)
+        self._files = None
+        if options.prefix_dir is not None:
+            self._files = PrefixFiles(options.prefix_dir, options.prefix_dir_bytes, described(model))
+        self.engine = Engine(model, options.limits.step_tokens, options.limits.kept_bytes, self._files)
         self.scheduler = Scheduler(self.engine, self.tokens, replace(options.limits, context=context), self._post)
         self.metrics = Metrics(model, options.name, self.engine, self.scheduler)
         view, chats = LiveView(model, options.name, self.engine, self.scheduler), bool(tokenizer.chat_template)
@@ -108,6 +113,8 @@ class Server:
     def close(self) -> None:
         """Stop at once, and drop the sequences that still run."""
         self.scheduler.close()
+        if self._files is not None:
+            self._files.close()
 
     async def _aside(self, work: Callable[[], Found]) -> Found:
         """Run slow work on a helper thread: large bodies, templates, tokenising, the page's numbers."""
@@ -220,6 +227,8 @@ class Server:
         def prepare() -> tuple[Reply, tuple[str, ...]]:
             found = prepared(asked)
             self._jobs(asked, found, answer)
+            for prompt in {id(job.prompt): job.prompt for job in answer.jobs if not job.wants_prompt}.values():
+                self.engine.look_for(prompt)
             reply = kind(asked, found.prompts, self.tokens, self._options.name, found.reader)
             return reply, (*asked.unfollowed, *found.ignored)
 
@@ -287,7 +296,12 @@ async def _refusal(request: Request, error: ApiError) -> Response:
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    return refusal(ApiError(error.status_code, str(error.detail)), request.scope["path"], error.headers)
+    path = request.scope["path"]
+    said = str(error.detail)
+    if error.status_code == 404:
+        near = difflib.get_close_matches(path, [route.path for route in request.app.routes], 1, cutoff=0.75)
+        said = f"there is no path {path[:128]!r}: " + (f"did you mean {near[0]}?" if near else "see /openapi.json")
+    return refusal(ApiError(error.status_code, said), path, error.headers)
 
 
 async def _left(request: Request, error: Exception) -> Response:

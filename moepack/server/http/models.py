@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,6 +31,15 @@ Item = TypeVar("Item")
 Kind = TypeVar("Kind", bound="Body")
 Path = list[str | int]
 LONGEST_NAME = 64  # letters of an undeclared field for which a declared one is proposed
+SAME = (  # what interfaces and other servers call by different names, the first that an interface has is proposed
+    ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "max_length", "n_predict"),
+    ("stop", "stop_sequences"),
+    ("prompt", "messages", "input"),
+    ("response_format", "text", "output_config", "output_format", "format", "guided_json", "json_schema"),
+    ("reasoning_effort", "reasoning", "thinking", "think", "enable_thinking"),
+    ("repetition_penalty", "repeat_penalty"),
+    ("seed", "random_seed"),
+)
 
 
 class _First(FailFast):
@@ -162,6 +172,8 @@ def _refusal(errors: list[ErrorDetails], given: Object, known: Mapping[str, set[
     in_field = [path for path in paths if path[:1] == paths[0][:1]]
     path = max(in_field, key=lambda path: (len(path), path[-1:] == ["type"]))
     found = [error for error, own in zip(errors, paths, strict=True) if own == path]
+    # Of a union, the form whose type the value has says what is wrong.
+    found = [error for error in found if not error["type"].endswith(("_type", "literal_error"))] or found
     words = [_words(error) for error in found]
     forms = dict.fromkeys(word.removeprefix("must be ") for word in words)
     said = ("must be " if words[0].startswith("must be ") else "") + " or ".join(forms)
@@ -172,9 +184,10 @@ def _refusal(errors: list[ErrorDetails], given: Object, known: Mapping[str, set[
 
 
 def _meant(name: str, known: Mapping[str, set[str]]) -> str:
-    if len(name) > LONGEST_NAME or name in _declared(Body):  # the latter is right in another interface
-        return ""
-    near = difflib.get_close_matches(name.lower(), sorted(known.get(name, ())), 1, cutoff=0.75)
+    fields = known.get(name, set())
+    near = [one for names in SAME if name in names for one in names if one in fields]
+    if not near and len(name) <= LONGEST_NAME and name not in _declared(Body):  # else it is right in another interface
+        near = difflib.get_close_matches(name.lower(), sorted(fields), 1, cutoff=0.75)
     return f": did you mean {near[0]}?" if near else ""
 
 
@@ -227,4 +240,7 @@ def _words(error: ErrorDetails) -> str:
     own = _WORDS.get(error["type"])
     if error["type"] == "too_long" and error["ctx"]["max_length"] == 0:
         own = "must be empty"
-    return error["msg"].replace("Input should", "must") if own is None else own.format(**error.get("ctx", {}))
+    if own is None:
+        own = re.sub(r"^\w+ should", "must", error["msg"])
+        return own.replace("True", "true").replace("False", "false") if error["type"] == "literal_error" else own
+    return own.format(**error.get("ctx", {}))

@@ -106,7 +106,7 @@ Stops = Annotated[List[Stop], Field(max_length=MOST_STOPS)]
 
 
 class Unused(Body):
-    """Fields of OpenAI and vLLM that change no answer at these values."""
+    """Fields of OpenAI, vLLM, llama.cpp and Ollama that change no answer at these values."""
 
     user: Text | None = None
     safety_identifier: Text | None = None
@@ -131,6 +131,11 @@ class Unused(Body):
     return_tokens_as_token_ids: Off | None = None
     mm_processor_kwargs: NoFields | None = None
     vllm_xargs: NoFields | None = None
+    keep_alive: Text | Number | None = None
+    cache_prompt: Flag | None = None
+    typical_p: One | None = None
+    repeat_penalty: One | None = None
+    mirostat: Zero | None = None
 
 
 class Sampled(Unused):
@@ -327,7 +332,10 @@ class AnyMessage(Body):
     role: Text
     content: Content | None
     name: Text | None = None
-    cache_control: Object | None = None  # of Anthropic's clients: it changes no answer
+    # of Anthropic's clients, and of those that keep chats: they change no answer
+    cache_control: Object | None = None
+    id: Text | None = None
+    timestamp: Text | Number | None = None
 
     def said(self) -> Object:
         """The message as templates read it."""
@@ -364,6 +372,7 @@ class AnswerMessage(AnyMessage):
     reasoning_content: Text | None = None
     reasoning: Text | None = None
     # fields of our answers that clients send back
+    parsed: object = None  # the content, as OpenAI's client has read it
     refusal: None = None
     annotations: Annotated[list[object], Field(max_length=0)] | None = None
     audio: None = None

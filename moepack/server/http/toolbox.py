@@ -70,6 +70,7 @@ class BaseFunction(Body):
     name: Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: Text | None = None
     strict: Flag = False
+    cache_control: Object | None = None  # of Anthropic's clients: it changes no answer
 
     @property
     def arguments(self) -> Object | None:

@@ -48,7 +48,8 @@ class MessageReply(ItemReply):
         if item.kind == "reasoning":
             return {"type": "thinking", "thinking": text, "signature": ""}
         if item.kind == "content":
-            return {"type": "text", "text": text}  # without citations: a null is none to the AI SDK
+            # Anthropic's schema wants the field, and the AI SDK refuses a null in it.
+            return {"type": "text", "text": text, "citations": []}
         try:
             given = as_object(text)
         except (ApiError, ValueError):  # cut off, or of a model that no grammar held

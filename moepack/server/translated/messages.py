@@ -163,7 +163,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class MessagesTool(BaseFunction, Cached):
+class MessagesTool(BaseFunction):
     """A function that an answer may call."""
 
     type: Literal["custom"] = "custom"

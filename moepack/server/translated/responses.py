@@ -16,6 +16,7 @@ from moepack.server.http.models import (
     NoItems,
     Object,
     Off,
+    One,
     OpenBody,
     Text,
     Whole,
@@ -231,8 +232,10 @@ class ResponsesBody(parse.Sampled):
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     metadata: Object = Field(default_factory=dict)
+    client_metadata: Object | None = None
     chat_template_kwargs: parse.TemplateArguments = Field(default_factory=dict)
-    stream_options: parse.StreamOptions | None = None
+    stream_options: parse.UsageOptions | None = None  # the usage is always there
+    n: One | None = None
     background: Off | None = None
     truncation: Annotated[Literal["auto", "disabled"] | None, Hint("disabled")] = None
     include: Annotated[List[Included], Field(max_length=16)] | None = None

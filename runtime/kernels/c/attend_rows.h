@@ -15,6 +15,22 @@ INLINE V NAME(load)(const float *from) {
 
 INLINE void NAME(store)(float *to, V v) { memcpy(to, &v, sizeof v); }
 
+/* Lanes of two vectors that are added to one: constants, because GCC makes others lane by lane at each use. */
+#define LOW(half, l) ((l) / half % 2 ? LANES + (l) - half : (l))
+#define HIGH(half, l) ((l) / half % 2 ? LANES + (l) : (l) + half)
+#define FOUR(of, half, l) of(half, l), of(half, l + 1), of(half, l + 2), of(half, l + 3)
+#if LANES == 16
+#define ALL(of, half) FOUR(of, half, 0), FOUR(of, half, 4), FOUR(of, half, 8), FOUR(of, half, 12)
+#elif LANES == 8
+#define ALL(of, half) FOUR(of, half, 0), FOUR(of, half, 4)
+#else
+#define ALL(of, half) FOUR(of, half, 0)
+#endif
+#define ADD_HALVES(half)                                                             \
+    for (int i = 0; i < half; i++)                                                   \
+        s[i] = __builtin_shuffle(s[i], s[i + half], (NAME(Lanes)){ALL(LOW, half)}) + \
+               __builtin_shuffle(s[i], s[i + half], (NAME(Lanes)){ALL(HIGH, half)});
+
 /* Return in lane i the sum of vector i's lanes: halves of two vectors are added to one vector, then quarters, and so on. */
 INLINE V NAME(totals)(V *s) {
 #ifdef __clang__ /* which has no shuffle by a vector of lanes */
@@ -25,19 +41,14 @@ INLINE V NAME(totals)(V *s) {
     }
     return out;
 #else
-#pragma GCC unroll 8
-    for (int half = LANES / 2; half; half /= 2) {
-        NAME(Lanes) low, high;
-#pragma GCC unroll 16
-        for (int l = 0; l < LANES; l++) {
-            const int second = l / half % 2;
-            low[l] = second ? LANES + l - half : l;
-            high[l] = second ? LANES + l : l + half;
-        }
-#pragma GCC unroll 8
-        for (int i = 0; i < half; i++)
-            s[i] = __builtin_shuffle(s[i], s[i + half], low) + __builtin_shuffle(s[i], s[i + half], high);
-    }
+#if LANES > 8
+    ADD_HALVES(8)
+#endif
+#if LANES > 4
+    ADD_HALVES(4)
+#endif
+    ADD_HALVES(2)
+    ADD_HALVES(1)
     return s[0];
 #endif
 }
@@ -268,5 +279,10 @@ TARGET static void NAME(head)(const Heads *m, int64_t h, const uint16_t *matrix,
 }
 
 #undef HEADS
+#undef LOW
+#undef HIGH
+#undef FOUR
+#undef ALL
+#undef ADD_HALVES
 #undef INLINE
 #undef V

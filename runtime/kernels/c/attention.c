@@ -125,25 +125,31 @@ BF16_INLINE void opened_row_bf16(const uint8_t *from, int64_t cols, int64_t bits
         opened_row_avx512(from, cols, bits, out);
         return;
     }
-    const __m512 levels = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
-    const uint8_t *scales = from + cols * bits / 8;
-    for (int64_t c = 0; c < cols; c += 32) {
-        if (bits == 8) {
-            const __m512 scale = _mm512_set1_ps(widen(short_at(scales + c / GROUP_8 * 2)));
-            const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + c)));
-            const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + c + 16)));
-            const __m512 first = _mm512_mul_ps(_mm512_cvtepi32_ps(low), scale);
-            const __m512 second = _mm512_mul_ps(_mm512_cvtepi32_ps(high), scale);
-            _mm512_storeu_si512(out + c, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-        } else {
-            const __m512 scale = _mm512_set1_ps(widen(short_at(scales + c / GROUP_4 * 2)));
-            const __m512 scaled = _mm512_mul_ps(levels, scale);
-            const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled);
-            const __m128i codes = _mm_loadu_si128((const __m128i *)(from + c / 2)), mask = _mm_set1_epi8(15);
-            const __m128i low = _mm_and_si128(codes, mask), high = _mm_and_si128(_mm_srli_epi16(codes, 4), mask);
-            const __m512i at = _mm512_cvtepu8_epi16(_mm256_set_m128i(high, low));
-            _mm512_storeu_si512(out + c, _mm512_permutexvar_epi16(at, table));
+    if (bits == 8) {
+        const uint8_t *scales = from + cols;
+        for (const uint8_t *end = from + cols; from < end; from += GROUP_8, scales += 2, out += GROUP_8) {
+            const __m512 scale = _mm512_set1_ps(widen(short_at(scales)));
+#pragma GCC unroll 2
+            for (int i = 0; i < GROUP_8; i += 32) {
+                const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
+                const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from + i + 16)));
+                const __m512 first = _mm512_mul_ps(_mm512_cvtepi32_ps(low), scale);
+                const __m512 second = _mm512_mul_ps(_mm512_cvtepi32_ps(high), scale);
+                _mm512_storeu_si512(out + i, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+            }
         }
+        return;
+    }
+    const __m512 levels = _mm512_set_ps(7, 6, 5, 4, 3, 2, 1, 0, -1, -2, -3, -4, -5, -6, -7, -8);
+    const __m128i mask = _mm_set1_epi8(15);
+    const uint8_t *scales = from + cols / 2;
+    for (const uint8_t *end = from + cols / 2; from < end; from += GROUP_4 / 2, scales += 2, out += GROUP_4) {
+        const __m512 scaled = _mm512_mul_ps(levels, _mm512_set1_ps(widen(short_at(scales))));
+        const __m512i table = (__m512i)_mm512_cvtne2ps_pbh(scaled, scaled);
+        const __m128i codes = _mm_loadu_si128((const __m128i *)from);
+        const __m128i low = _mm_and_si128(codes, mask), high = _mm_and_si128(_mm_srli_epi16(codes, 4), mask);
+        const __m512i at = _mm512_cvtepu8_epi16(_mm256_set_m128i(high, low));
+        _mm512_storeu_si512(out, _mm512_permutexvar_epi16(at, table));
     }
 }
 

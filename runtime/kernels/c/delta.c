@@ -9,19 +9,11 @@
  * S^T k and S^T q are summed in one reading of S before the update, since out = S^T (d q) + (k q) b (v - S^T (d k)).
  * All is float32. A task is one head of keys, with the heads of values that share it, of one sequence.
  */
-#include <math.h>
-
-#include "lanes.h"
+#include "states.h"
 
 #define TOKENS 32 /* of a prompt, between which a head's part of the state stays in the first cache */
 #define COLS 32   /* columns of that part */
 #define SMALLEST 1e-6f /* added to the squared length of queries and keys */
-
-/* BF16 numbers of tokens' heads of keys: that of token t and head h begins at `at + t * row + h * step`. */
-typedef struct {
-    const uint16_t *at;
-    int64_t row, step;
-} Part;
 
 /* Channels are those of all queries, then all keys, then all values. A head of keys has `shared` heads of values. */
 typedef struct {
@@ -58,46 +50,6 @@ static int64_t lay_out(const Delta *m, int64_t tokens, float *at, Room *room) {
         end += (sizes[i] + LANES - 1) & -LANES;
     }
     return end;
-}
-
-SMALL float sigmoid(float x) {
-    const float e = exponential(x < 0 ? x : -x);
-    return (x < 0 ? e : 1.0f) / (1.0f + e);
-}
-
-SMALL float dot(const float *a, const float *b, int64_t n) {
-    float sums[LANES] = {0};
-    int64_t c = 0;
-    for (; c + LANES <= n; c += LANES)
-        for (int i = 0; i < LANES; i++) sums[i] += a[c + i] * b[c + i];
-    for (; c < n; c++) sums[c % LANES] += a[c] * b[c];
-    return total(sums);
-}
-
-/* The convolution of n tokens' channels, a part of them: `rows` has `width` older rows before them, and gets results from
- * its beginning. The window moves on. */
-SMALL void convolve(const Part *of, int64_t first, int64_t head, int64_t n, int64_t cols, int64_t width, int64_t stride,
-                    const uint16_t *weights, uint16_t *window, float *rows, float *filter) {
-    for (int64_t c = 0; c < cols; c++)
-        for (int64_t i = 0; i < width; i++) {
-            rows[i * stride + c] = widen(window[c * width + i]);
-            filter[i * stride + c] = widen(weights[c * width + i]);
-        }
-    for (int64_t t = 0; t < n; t++) {
-        const uint16_t *x = of->at + (first + t) * of->row + head * of->step;
-        float *row = rows + (width + t) * stride;
-        for (int64_t c = 0; c < cols; c++) row[c] = widen(x[c]);
-    }
-    for (int64_t c = 0; c < cols; c++)
-        for (int64_t i = 0; i < width; i++) window[c * width + i] = narrow(rows[(n + i) * stride + c]); /* exact */
-    for (int64_t t = 0; t < n; t++) {
-        float *out = rows + t * stride;
-        for (int64_t c = 0; c < cols; c++) {
-            float sum = 0;
-            for (int64_t i = 0; i < width; i++) sum += rows[(t + 1 + i) * stride + c] * filter[i * stride + c];
-            out[c] = sum * sigmoid(sum);
-        }
-    }
 }
 
 /* One token in `cols` columns of the state, which begins at `s` and has rows `stride` apart. */
@@ -194,9 +146,9 @@ SMALL void delta(const Delta *m, int64_t sequence, int64_t g, const Room *room) 
             const int64_t cols = p < 2 ? dim : values, from = channel[p] * width;
             uint16_t *window = m->windows[sequence] + from;
             if (width == 4)
-                convolve(parts[p], first, g, n, cols, 4, stride, m->filter + from, window, q + at, room->filter + at);
+                convolve(parts[p], first, g, n, cols, 4, stride, m->filter + from, 0, window, q + at, room->filter + at);
             else
-                convolve(parts[p], first, g, n, cols, width, stride, m->filter + from, window, q + at, room->filter + at);
+                convolve(parts[p], first, g, n, cols, width, stride, m->filter + from, 0, window, q + at, room->filter + at);
         }
         for (int64_t t = 0; t < n; t++) {
             float *query = q + t * stride, *key = k + t * stride;

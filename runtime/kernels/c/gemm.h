@@ -263,9 +263,10 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
 /* The most bytes of an arena that n jobs of `slots` slots in `tasks` tasks take. */
 size_t moepack_direct_kept(const Gemm *m, int64_t slots, int64_t n, int64_t tasks);
 
-/* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c, delta.c and attention.c, which has one for AVX-512 BF16 too (3). */
+/* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c, delta.c, mamba.c and attention.c, which has AVX-512 BF16 too (3). */
 void moepack_small_level(int level);
 void moepack_delta_level(int level);
+void moepack_mamba_level(int level);
 void moepack_attend_level(int level);
 
 /* Use tiles up to `limit`, which the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns the level in use. */

@@ -1,4 +1,4 @@
-/* Sums in lanes, for the work between products (small.c, delta.c). */
+/* Sums in lanes, for the work between products (small.c, states.h). */
 #ifndef MOEPACK_LANES_H
 #define MOEPACK_LANES_H
 #include "gemm.h"

@@ -36,6 +36,7 @@ int moepack_affine_level(int limit) {
     const int vectors = best < ISA_AVX2 ? 0 : best < ISA_AVX512 ? 1 : 2;
     moepack_small_level(vectors);
     moepack_delta_level(vectors);
+    moepack_mamba_level(vectors);
     moepack_attend_level(best < ISA_AVX512_BF16 ? vectors : 3);
     const int below = (int)least(best, ISA_AVX512_VNNI);
     return below + moepack_tiles_level(best - below);

@@ -11,9 +11,8 @@ import tiny_models
 import torch
 from released_kinds import KINDS, Made
 from safetensors.torch import load_file, save_file
+from support import load_for_logits
 from torch import Tensor
-
-import moepack
 
 IDS = torch.arange(3, 43)[None]
 Make = Callable[[np.random.Generator, int, int], Made]  # a random weight's tensors and value
@@ -27,7 +26,7 @@ def small(tokenizer: Path, path: Path, **more) -> Path:
 
 def logits(bundle: Path, **options) -> Tensor:
     """The logits of IDS, in float32, of a bundle loaded with these options."""
-    model = moepack.load(bundle, **options)
+    model = load_for_logits(bundle, **options)
     with model.moepack, torch.inference_mode():
         return model(IDS).logits.float()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from live_models import FAST, ROOM
 from safetensors import safe_open
-from support import PATIENCE, ROOT, at_once, damage, flip, ids, python
+from support import PATIENCE, ROOT, at_once, damage, flip, ids, load_for_logits, python
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moepack
@@ -239,9 +239,9 @@ def test_logits_are_those_of_hotness_with_the_same_map(bundle, monkeypatch):
     monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")
     policy = "hotness:interval=1e9"
     served = in_budget(bundle, policy)
-    beside = least(lambda budget: moepack.load(bundle, policy=policy, device_memory=budget))
+    beside = least(lambda budget: load_for_logits(bundle, policy=policy, device_memory=budget))
     beside -= least(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
-    wanted = moepack.load(bundle, policy=policy, device_memory=served.plan.budget + beside)
+    wanted = load_for_logits(bundle, policy=policy, device_memory=served.plan.budget + beside)
     with torch.no_grad():  # a cache would take room from the experts of `wanted`
         assert torch.equal(stand_in(served)(ids()).logits, wanted(ids(), use_cache=False).logits)
     assert served.serving is not None and served.serving.versions == wanted.moepack.versions

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from live_models import least
-from support import ROOT, ids
+from support import ROOT, ids, load_for_logits
 from tiny_models import build_tiny
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -172,7 +172,7 @@ def test_logits_are_those_of_the_policy(bundle, tmp_path, eager, policy):
         own = BUDGET + least(bundle, policy, dtype="float32") - refused.value.least
     tokens, logs = run_script(SERVE, tmp_path, bundle, eager, prompt, **config)
     with torch.no_grad():
-        model = moepack.load(bundle, policy=policy, dtype="float32", device_memory=own)
+        model = load_for_logits(bundle, policy=policy, dtype="float32", device_memory=own)
         logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         model.moepack.close()
     assert (len({v for row in model.moepack.versions for v in row}) > 1) == (own is not None)

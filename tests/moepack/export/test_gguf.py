@@ -180,7 +180,7 @@ def test_without_the_gguf_package(of_zeros, tmp_path, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
     answer = cli("export", of_zeros("symmetric"), "-o", tmp_path / "out", "--to", "gguf", "--bits", "4", "-q")
-    refused(answer, "--to gguf needs the gguf package: pip install 'moepack[gguf]'")
+    refused(answer, "gguf is not installed: this needs it. Run: pip install 'moepack[gguf]'")
 
 
 def test_what_gguf_does_not_hold(of_zeros, demo_model, text, tmp_path):

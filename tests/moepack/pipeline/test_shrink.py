@@ -64,7 +64,7 @@ def test_the_map_of_the_manifest_stays_with_its_versions(bundle, tmp_path):
 
 def test_a_budget_chooses_what_the_plan_serves(bundle, tmp_path):
     """By the plan's arithmetic, whether or not the weights are here; the plan of what is kept is the same."""
-    least = plan(bundle, LoadOptions(device_memory=1 << 30, all_logits=False, kv_tokens=576)).least_bytes
+    least = plan(bundle, LoadOptions(device_memory=1 << 30)).least_bytes
     sizes = [least, least + 400_000, 1 << 30]
     found = [fitting(moepack.open(bundle), LoadOptions(device_memory=size)) for size in sizes]
     assert found[0].versions == ("w1",) and found[0].experts == (64,)
@@ -94,7 +94,7 @@ def test_a_budget_chooses_what_the_plan_serves(bundle, tmp_path):
     assert done.versions == found[1].versions and done.allocation == f"plan for {sizes[1]} bytes"
     kept = moepack.open(tmp_path / "small").manifest.allocation
     assert kept is not None and kept.versions == found[1].table
-    served = LoadOptions(device_memory=sizes[1], policy="static:allocation", all_logits=False, kv_tokens=576)
+    served = LoadOptions(device_memory=sizes[1], policy="static:allocation")
     small = plan(tmp_path / "small", served)
     assert small.feasible and small.table == found[1].table
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hostile_edits import Victim, in_time, one_line
+from support import for_logits
 
 import moepack
 from moepack.generation import generate
@@ -16,7 +17,6 @@ from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
-from moepack.runtime.planning.options import LoadOptions
 from moepack.server.command import Serve, serve
 
 CONFIG, TABLES = "config.json", "calibration.safetensors"
@@ -24,7 +24,7 @@ CONFIG, TABLES = "config.json", "calibration.safetensors"
 
 @pytest.fixture(scope="module")
 def copied(bundle, tmp_path_factory):
-    plan(bundle, LoadOptions(device_memory=1 << 30, policy="static:w2"))  # imports what it needs, which takes seconds
+    plan(bundle, for_logits(device_memory=1 << 30, policy="static:w2"))  # imports what it needs, which takes seconds
     return Victim(bundle, tmp_path_factory.mktemp("victim"))
 
 
@@ -96,7 +96,7 @@ def test_a_config_is_refused_in_a_line(name, victim):
     edit, message = EDITS[name]
     edit(victim)
     uses = (
-        lambda: plan(victim.path, LoadOptions(device_memory=1 << 30, policy="static:w2")),
+        lambda: plan(victim.path, for_logits(device_memory=1 << 30, policy="static:w2")),
         lambda: moepack.load(victim.path),
         lambda: generate(victim.path, "The"),
     )
@@ -236,11 +236,11 @@ def test_tables_are_refused_in_a_line_by_plan(victim):
         (lambda v: (v.sign(lambda d: d["files"].pop(TABLES)), v.replace(TABLES, str)), "is not listed"),
     ):
         edit(victim)
-        refuses(lambda: plan(victim.path, LoadOptions(device_memory=1 << 30, policy="hotness")), match=message)
+        refuses(lambda: plan(victim.path, for_logits(device_memory=1 << 30, policy="hotness")), match=message)
         victim.restore()
 
 
 def test_the_manifest_a_pipe_is_no_bundle(victim):
     victim.replace("manifest.json", os.mkfifo)
     refuses(lambda: moepack.load(victim.path), match="not a bundle")
-    refuses(lambda: plan(victim.path, LoadOptions(device_memory=1 << 30)), match="is a pipe")
+    refuses(lambda: plan(victim.path, for_logits(device_memory=1 << 30)), match="is a pipe")

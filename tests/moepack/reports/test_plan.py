@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_models
 from live_models import wait_for
-from support import cli, ok
+from support import cli, for_logits, load_for_logits, ok
 
 import moepack
 from moepack.generation import NEW_TOKENS, PROMPT, generate
@@ -30,14 +30,14 @@ def command(*arguments):
 
 def enough(bundle, room, **options):
     """`room` bytes beside the least that would do, whatever forward passes take on this machine."""
-    return plan(bundle, LoadOptions(device_memory=1000, **options)).least_bytes + room
+    return plan(bundle, for_logits(device_memory=1000, **options)).least_bytes + room
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_plan_is_what_loading_does(bundle, policy):
     budget = enough(bundle, ROOM, policy=policy, kv_tokens=300, batch=2)
-    planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy, kv_tokens=300, batch=2))
-    model = moepack.load(bundle, policy=policy, device_memory=budget, kv_tokens=300, batch=2)
+    planned = plan(bundle, for_logits(device_memory=budget, policy=policy, kv_tokens=300, batch=2))
+    model = load_for_logits(bundle, policy=policy, device_memory=budget, kv_tokens=300, batch=2)
     serving = model.moepack
     assert planned.feasible and planned.fixed == serving.fixed and planned.fixed_bytes == serving.fixed.total
     assert [x.versions for x in planned.per_layer] == [
@@ -60,26 +60,26 @@ def test_expected_loss_is_that_of_the_tables(bundle):
     relative = np.stack([layer.relative for layer in tables.layers]).astype(float)
     for version in ("bf16", "w2"):
         want = (tokens * relative[:, :, column[version]]).sum() / tokens.sum()
-        got = plan(bundle, LoadOptions(device_memory=PLENTY, policy=f"static:{version}")).expected_relative_loss
+        got = plan(bundle, for_logits(device_memory=PLENTY, policy=f"static:{version}")).expected_relative_loss
         assert got == pytest.approx(want, rel=1e-9)
-    least = plan(bundle, LoadOptions(device_memory=1000, policy=QUIET)).least_bytes
-    planned = plan(bundle, LoadOptions(device_memory=least + 1_500_000, policy=QUIET))
+    least = plan(bundle, for_logits(device_memory=1000, policy=QUIET)).least_bytes
+    planned = plan(bundle, for_logits(device_memory=least + 1_500_000, policy=QUIET))
     assert 0 < planned.per_layer[0].hi < 16
-    model = moepack.load(bundle, policy=QUIET, device_memory=least + 1_500_000)
+    model = load_for_logits(bundle, policy=QUIET, device_memory=least + 1_500_000)
     lost = 0.0
     for row, t, r in zip(model.moepack.versions, tokens, relative, strict=True):
         lost += float((t * r[np.arange(16), [column[name] for name in row]]).sum())
     model.moepack.close()
     assert planned.expected_relative_loss == pytest.approx(lost / tokens.sum(), rel=1e-6)
     losses = [
-        plan(bundle, LoadOptions(device_memory=size, policy=QUIET)).expected_relative_loss
+        plan(bundle, for_logits(device_memory=size, policy=QUIET)).expected_relative_loss
         for size in (least + 1_000_000, least + 1_500_000, PLENTY)
     ]
     assert losses[0] > losses[1] > losses[2] == 0.0
 
 
 def test_speed_begins_with_bytes_over_bandwidth(bundle):
-    planned = plan(bundle, LoadOptions(device_memory=PLENTY, policy="static:w4", kv_tokens=100))
+    planned = plan(bundle, for_logits(device_memory=PLENTY, policy="static:w4", kv_tokens=100))
     opened = moepack.open(bundle)
     model = moepack.load(bundle, policy="static:w4")
     dense = model.moepack.fixed.dense
@@ -99,11 +99,11 @@ WORK = {"kv_tokens": 700, "prefill_tokens": 64, "batch": 2, "all_logits": False}
 
 @pytest.mark.parametrize("policy, work", [(None, WORK), ("static:w2", {"all_logits": True}), ("uniform", WORK)])
 def test_what_is_feasible_is_what_loads(bundle, policy, work):
-    least = plan(bundle, LoadOptions(device_memory=0, policy=policy, **work)).least_bytes
+    least = plan(bundle, for_logits(device_memory=0, policy=policy, **work)).least_bytes
     for budget in (least - 1, least, least + 4095):
-        planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy, **work))
+        planned = plan(bundle, for_logits(device_memory=budget, policy=policy, **work))
         try:
-            moepack.load(bundle, policy=policy, device_memory=budget, **work).moepack.close()
+            load_for_logits(bundle, policy=policy, device_memory=budget, **work).moepack.close()
             loads = True
         except moepack.BudgetExceeded:
             loads = False
@@ -111,7 +111,7 @@ def test_what_is_feasible_is_what_loads(bundle, policy, work):
 
 
 def test_the_command_plans_for_generate(bundle):
-    """With a prompt and new tokens at their most by default; by the same options to the byte."""
+    """With a prompt and new tokens at their most by default, as moepack.load; by the same options to the byte."""
     facts = command(bundle, "--device-memory", "1000")
     assert facts["kv_tokens"] == PROMPT + NEW_TOKENS and facts["prefill_tokens"] == PROMPT
     assert facts["batch"] == 1 and facts["all_logits"] is False
@@ -119,7 +119,10 @@ def test_the_command_plans_for_generate(bundle):
     options = LoadOptions(device_memory=1000, kv_tokens=PROMPT + NEW_TOKENS)
     with pytest.raises(TooSmallError) as short:
         generate(bundle, prompt, options, max_new_tokens=2)
-    assert short.value.least == facts["least_bytes"]
+    with pytest.raises(TooSmallError) as loaded:
+        moepack.load(bundle, device_memory=1000)
+    assert short.value.least == loaded.value.least == facts["least_bytes"]
+    assert plan(bundle, LoadOptions(device_memory=1000)).least_bytes == facts["least_bytes"]
     assert generate(bundle, "The history", LoadOptions(device_memory=facts["least_bytes"]), max_new_tokens=2)
     work = ("--kv-tokens", "9", "--prefill-tokens", "32", "--batch", "2", "--all-logits")
     facts = command(bundle, "--device-memory", "1000", *work)
@@ -155,16 +158,14 @@ def test_a_plan_says_where_not_memory_ends_it(bundle):
         ("hotness:hi=w3", "MB stay free: hi=w4 lets it"),
         ("lru:hi=w2", "MB stay free: hi=w3 lets it"),
     ):
-        planned = plan(bundle, LoadOptions(device_memory=PLENTY, policy=policy))
+        planned = plan(bundle, for_logits(device_memory=PLENTY, policy=policy))
         assert planned.capped is not None and words in planned.capped
         assert dict(rows(planned))["not bound by memory"] == planned.capped
     read = planned.bytes_per_token or 0
-    bounded = plan(bundle, LoadOptions(device_memory=PLENTY, max_tpot=int(1.01 * read)))
+    bounded = plan(bundle, for_logits(device_memory=PLENTY, max_tpot=int(1.01 * read)))
     assert bounded.capped is not None and bounded.capped.startswith("the bound on a token serves nothing above w")
     for policy, room in (("hotness", PLENTY), ("hotness", 0), ("static:w4", PLENTY), ("uniform", PLENTY)):
-        assert (
-            plan(bundle, LoadOptions(device_memory=enough(bundle, room, policy=policy), policy=policy)).capped is None
-        )
+        assert plan(bundle, for_logits(device_memory=enough(bundle, room, policy=policy), policy=policy)).capped is None
 
 
 def test_what_does_not_fit(bundle):
@@ -176,10 +177,10 @@ def test_what_does_not_fit(bundle):
 
 
 def test_a_gpu_need_not_be_here(bundle):
-    planned = plan(bundle, LoadOptions(device_memory=PLENTY, device="cuda:0"))
+    planned = plan(bundle, for_logits(device_memory=PLENTY, device="cuda:0"))
     assert planned.feasible and planned.estimated and planned.fixed.activations > 0
     static, live = (
-        plan(bundle, LoadOptions(device_memory=PLENTY, device="cuda:0", policy=p)) for p in ("static:w2", QUIET)
+        plan(bundle, for_logits(device_memory=PLENTY, device="cuda:0", policy=p)) for p in ("static:w2", QUIET)
     )
     assert live.fixed.dense - static.fixed.dense == rounding(1, True) - rounding(1, False) == 20 << 20
 
@@ -189,8 +190,8 @@ def test_mla_and_weights_kept_in_float32(tmp_path, demo_model, text):
     tiny_models.save_tiny("deepseek_v3", tmp_path / "model", demo_model)
     recipe = "versions: [bf16, w2]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\n"
     build(tmp_path / "model", tmp_path / "bundle", parse_recipe(recipe, "tiny"), [text])
-    planned = plan(tmp_path / "bundle", LoadOptions(device_memory=20_000_000, policy="static:w2", kv_tokens=77))
-    model = moepack.load(tmp_path / "bundle", policy="static:w2", device_memory=20_000_000, kv_tokens=77)
+    planned = plan(tmp_path / "bundle", for_logits(device_memory=20_000_000, policy="static:w2", kv_tokens=77))
+    model = load_for_logits(tmp_path / "bundle", policy="static:w2", device_memory=20_000_000, kv_tokens=77)
     assert planned.fixed == model.moepack.fixed and planned.used_bytes == model.moepack.resident_bytes()
 
 
@@ -198,8 +199,8 @@ def test_mla_and_weights_kept_in_float32(tmp_path, demo_model, text):
 def test_the_bytes_used_are_those_reserved(bundle, policy):
     """Those that are shown promoted are promoted after loading, and then it is these bytes."""
     budget = enough(bundle, 900_000, policy=policy)
-    planned = plan(bundle, LoadOptions(device_memory=budget, policy=policy))
-    model = moepack.load(bundle, policy=policy, device_memory=budget)
+    planned = plan(bundle, for_logits(device_memory=budget, policy=policy))
+    model = load_for_logits(bundle, policy=policy, device_memory=budget)
     model.moepack.manager.device.limit(None)
     wanted = [x.versions for x in planned.per_layer]
 

@@ -5,12 +5,12 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
+from support import for_logits
 
 from moepack.pack.reader import open_bundle
 from moepack.reports.machine_rates import call_seconds, disk_rate, kernel_rate, move_rate
 from moepack.reports.plan import plan, rows
 from moepack.reports.speed import Rates, TokenBytes, chances, fresh, held_misses, recent_misses, speed, while_moving
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.store.files import Stored
 
 RATES = Rates(memory=10e9, kernels=5e9, disk=2e9, layer=1e-4, moves=1e9)
@@ -93,8 +93,8 @@ def test_a_plan_predicts_by_policy(bundle, monkeypatch):
     """Waits where experts are fetched, fewer the more fit; none where all are there; no word where it is not known."""
 
     def of(policy, room):
-        least = plan(bundle, LoadOptions(device_memory=0, policy=policy)).least_bytes
-        return plan(bundle, LoadOptions(device_memory=least + room, policy=policy))
+        least = plan(bundle, for_logits(device_memory=0, policy=policy)).least_bytes
+        return plan(bundle, for_logits(device_memory=least + room, policy=policy))
 
     for policy in ("lru:hi=w4,lo=absent", "hotness:lo=stored,between=no"):
         small, large, whole = (of(policy, 16_384 * n) for n in (4, 24, 64))

@@ -10,6 +10,7 @@ from moepack.pack.errors import InputError, NotFiniteError
 from moepack.reports.tasks import render, run_tasks
 from moepack.runtime.planning.options import LoadOptions
 from moepack.shared import opening
+from moepack.shared.progress import Reporter
 
 harness = pytest.importorskip("lm_eval.tasks")
 
@@ -25,8 +26,23 @@ def folder(tmp_path):
     return tmp_path
 
 
+class Counted(Reporter):
+    """Keeps how many units it was told of."""
+
+    def __init__(self):
+        self.units, self.done = [], 0
+
+    def inner(self, name, total):
+        self.units.append((name, total))
+
+    def advance(self, amount=1):
+        self.done += amount
+
+
 def test_a_task_is_asked_in_a_budget_and_without(bundle, folder):
-    free = run_tasks(bundle, ["choices"], LoadOptions(policy="static:bf16"), folder=folder, length=64)
+    counted = Counted()
+    free = run_tasks(bundle, ["choices"], LoadOptions(policy="static:bf16"), folder=folder, length=64, reporter=counted)
+    assert (counted.units, counted.done) == ([("answers", 16)], 16), "two choices of eight questions"
     # Short answers are more likely than long ones, so that half of the questions come out right.
     assert free["choices"]["acc,none"] == 0.5
     held = run_tasks(

@@ -9,6 +9,7 @@ import torch
 from listening import Listener, heard, listened_to
 from live_models import least, wait_for
 from server_fixtures import ask, serving
+from support import load_for_logits
 
 import moepack
 from moepack.pack.errors import InputError
@@ -34,7 +35,7 @@ def served(bundle, tokenizer, options, policy):
         model = moepack.load(bundle, policy=policy, dtype=torch.float32)
     else:
         budget = least(bundle, policy, **room) + 1_500_000
-        model = moepack.load(bundle, policy=policy, device_memory=budget, **room)
+        model = load_for_logits(bundle, policy=policy, device_memory=budget, **room)
     with serving(model, tokenizer, options) as server:
         yield server
 

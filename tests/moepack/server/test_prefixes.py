@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import json
 import socket
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from kept_prompts import MOST, STEP, SYSTEM, model_of, read
 from live_models import least, wait_for
 from server_fixtures import NAME, post, serving
-from tiny_models import save_tiny
+from support import load_for_logits
 
 import moepack
 from moepack.server.batching import engine as engine_module
@@ -20,10 +22,6 @@ from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.packed_cache import PackedKvCache
 from moepack.server.batching.prefixes import CHUNK, Prefixes, chunk_keys
 from moepack.server.options import Limits, Options
-
-STEP, MOST = 256, 1 << 30
-SYSTEM = [1 + n * 37 % 900 for n in range(200)]  # three whole chunks and a rest
-
 
 # --- the store
 
@@ -122,28 +120,6 @@ def test_a_copy_for_which_memory_is_short_is_not_kept(error, monkeypatch):
 
 
 # --- the same bits
-
-
-def model_of(family, folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(save_tiny(family, folder / family, dtype=torch.float32)).eval()
-
-
-def read(engine, prompt, ends, new=0):
-    """Read a prompt in passes that end there, or from where kept chunks end: the tokens taken, and all last logits."""
-    slot, logits, taken = engine.add(len(prompt), chunk_keys(prompt)), [], 0
-    tokens = list(prompt)
-    for end in [*ends, *range(len(prompt) + 1, len(prompt) + new + 1)]:
-        ahead = min(engine.kept_ahead(slot), end - slot.length - 1)
-        taken += ahead
-        part, is_prompt = tokens[slot.length + ahead : end], end <= len(prompt)
-        out = engine.run([StepInput(slot, part, 1, is_prompt, ahead, keeps=9 * is_prompt)])[0]
-        logits.append(out[0])
-        tokens.append(int(out[0].argmax()))
-        tokens[:] = tokens if end >= len(prompt) else tokens[:-1]
-    engine.remove(slot)
-    return taken, torch.stack(logits[len(ends) - 1 :])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
@@ -260,6 +236,8 @@ def usage(server, prompt, **more):
 @pytest.fixture(scope="module")
 def kept(bundle, tokenizer):
     """A server without a budget, in float32, and one that keeps nothing."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with contextlib.ExitStack() as stack:
         servers = []
         for size in (None, 0):
@@ -295,10 +273,9 @@ def test_clients_at_once_read_a_shared_prompt_once(kept):
     assert server.server.engine.kept_bytes == 192 * token
 
 
-def test_every_interface_says_what_was_kept(kept, tokenizer, monkeypatch):
+def test_every_interface_says_what_was_kept(kept, tokenizer):
     """Anthropic's input_tokens are those that were read; the others count all. Twice the same prompt: all but one."""
     server, without = kept
-    monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
     said = [{"role": "user", "content": "The history of the town is long. " * 20}]
     count = len(tokenizer(said[0]["content"]).input_ids)
     whole = (count - 1) // CHUNK * CHUNK
@@ -350,7 +327,7 @@ def test_kept_prompts_are_in_the_budget_and_leave_first(policy, least_room, bund
     is answered, none gives its cache up, and the peak stays below the budget. Idle, the kept bytes are all KV bytes."""
     room = {"prefill_tokens": 256, "all_logits": False, "kv_tokens": 512}
     budget = least(bundle, policy, **room) + least_room
-    model = moepack.load(bundle, policy=policy, device_memory=budget, **room)
+    model = load_for_logits(bundle, policy=policy, device_memory=budget, **room)
     options = Options(NAME, limits=Limits(sequences=8, step_tokens=256, kept_bytes=MOST))
     with serving(model, tokenizer, options) as server:
         engine, served, most = server.server.engine, model.moepack, 0
@@ -383,7 +360,7 @@ def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle, tokenizer):
 
 
 def test_the_default_is_a_part_of_the_budget(bundle, monkeypatch):
-    model = moepack.load(bundle, policy="uniform", device_memory=8_000_000, prefill_tokens=64)
+    model = load_for_logits(bundle, policy="uniform", device_memory=8_000_000, prefill_tokens=64)
     with model.moepack:
         assert Engine(model, STEP, None).most_kept == 1_000_000
         assert Engine(model, STEP, 123_456).most_kept == 123_456

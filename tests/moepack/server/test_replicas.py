@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import http.client
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from hostile_edits import Victim
 from server_fixtures import ask, post
 
 pytest.importorskip("ray.serve")
 
 from moepack.server.replicas import PAGE, beginning, node_of_front
+
+JSON = {"Content-Type": "application/json"}
 
 
 def test_what_a_prompt_is_known_by():
@@ -80,6 +85,7 @@ def test_the_front_is_where_the_command_was_typed(connected, nodes, front):
 class Served:
     url: str
     process: subprocess.Popen[str]
+    said: str  # what the command said of where it serves
 
     def ask(self, prompt, tokens=8):
         return ask(self.url, prompt, max_tokens=tokens)["text"]
@@ -93,7 +99,7 @@ class Served:
         return [p for p in found if p.cmdline() and p.cmdline()[0].startswith("ray::ServeReplica")]
 
 
-@contextmanager
+@contextlib.contextmanager
 def serving(bundle, *options):
     """Two replicas, until the command is stopped."""
     command = [sys.executable, "-m", "moepack", "serve", str(bundle), "--port", "0", "--name", "mini"]
@@ -102,7 +108,7 @@ def serving(bundle, *options):
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     for line in process.stderr:
         if found := re.search(r"moepack: serving mini at (http://127.0.0.1:\d+), 2 replicas", line):
-            yield Served(found[1], process)
+            yield Served(found[1], process, line)
             break
     else:
         pytest.fail("it ended before it answered")
@@ -173,16 +179,52 @@ def test_a_replica_that_dies_is_started_anew(served):
     assert answered >= 8 and len(served.replicas()) == 2 and gone.pid not in {p.pid for p in served.replicas()}
 
 
-def test_on_two_nodes_the_front_is_beside_the_command(bundle):
-    """Each node has a replica."""
+def streamed(url, prompt, tokens, begun):
+    """The text of a greedy completion, and whether it came to its end. `begun` counts down with its first token."""
+    body = {"model": "mini", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body | {"stream": True}).encode(), JSON)
+    text, ended = "", False
+    with contextlib.suppress(OSError, http.client.HTTPException), urllib.request.urlopen(request) as answer:
+        for line in answer:
+            piece = line.removeprefix(b"data: ").strip()
+            if piece and piece != b"[DONE]":
+                text += json.loads(piece)["choices"][0]["text"]
+                begun.release()
+            ended = ended or piece == b"[DONE]"
+    return text, ended
+
+
+def test_two_nodes(bundle, tmp_path):
+    """Each node has a replica, and the front is beside the command. A node that is killed takes its own requests with
+    it, and no others: those of the other node end as they would have, and it answers new ones."""
     from ray.cluster_utils import Cluster
 
+    (victim := Victim(bundle, tmp_path)).rewrite("generation_config.json", b'{"top_k": 20}')
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
         other = cluster.add_node(num_cpus=1)
-        with serving(bundle, "--address", cluster.address):
+        options = ("--device-memory", "30MB", "--policy", "static:w4", "--address", cluster.address)
+        with serving(victim.path, *options) as served:
+            assert served.said.endswith("2 replicas; sampling by generation_config.json: top_k 20\n")
             raylet = psutil.Process(other.all_processes["raylet"][0].process.pid)
             titles = [p.cmdline()[0] for p in raylet.children() if p.cmdline()]
             assert [t for t in titles if "Door" in t] == [] and [t for t in titles if "ServeReplica" in t]
+
+            prompts = [f"{letter} town of" for letter in "abcdefgh"]
+            begun = threading.Semaphore(0)
+            with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+                asked = [pool.submit(streamed, served.url, prompt, 1500, begun) for prompt in prompts]
+                running = [0]
+                while min(running) == 0 or sum(running) < len(prompts):
+                    assert begun.acquire(timeout=120) and not any(one.done() for one in asked)
+                    running = [one["running"] for one in served.load()["replicas"]]
+                for process in (raylet, *raylet.children(recursive=True)):
+                    process.kill()
+                answers = dict(zip(prompts, (one.result() for one in asked), strict=True))
+            kept = [prompt for prompt, (_, ended) in answers.items() if ended]
+            assert len(kept) in running and 0 < len(kept) < len(prompts)
+            for prompt, (text, ended) in answers.items():  # what was lost is served now
+                again = ask(served.url, prompt, max_tokens=1500, ignore_eos=True)["text"]
+                assert again == text if ended else again.startswith(text)
     finally:
         cluster.shutdown()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support import load_for_logits
 from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -227,9 +228,9 @@ def test_attention_modules_keep_their_code(bundle):
 
 def test_a_budget_leaves_matrices_where_kernels_read_them(bundle):
     """Weights are copied out of their files before they move into huge pages, not after."""
-    with moepack.load(bundle, policy="static:w4", device_memory=64_000_000, dtype=torch.bfloat16).moepack as serving:
+    with load_for_logits(bundle, policy="static:w4", device_memory=64_000_000, dtype=torch.bfloat16).moepack as serving:
         assert serving.budget_bytes == 64_000_000
-    model = moepack.load(bundle, policy="hotness", device_memory=64_000_000, dtype=torch.bfloat16)
+    model = load_for_logits(bundle, policy="hotness", device_memory=64_000_000, dtype=torch.bfloat16)
     served = [m for m in model.modules() if isinstance(m, ServedLinear)]
     assert served and all(m._moepack_place is not None and m._moepack_place.holds(m) for m in served)
     model.moepack.close()

@@ -4,11 +4,11 @@ import os
 
 import pytest
 import torch
+from support import for_logits, load_for_logits
 from tiny_models import save_tiny
 from torch import nn
 from transformers import AutoConfig
 
-import moepack
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
@@ -18,7 +18,7 @@ from moepack.runtime import process_limit
 from moepack.runtime.dense import mapped
 from moepack.runtime.dense.file_rows import FileRows
 from moepack.runtime.planning.fixed import lone_embedding, measure
-from moepack.runtime.planning.options import LoadOptions, Workload
+from moepack.runtime.planning.options import Workload
 from moepack.runtime.planning.skeleton import skeleton
 
 RECIPE = "versions: [w4]\nquantize: {method: rtn, group_size: 32, loss_tokens: 32}\n"
@@ -38,13 +38,13 @@ def test_under_a_memory_limit_rows_are_read_from_the_file(short_model, text, tmp
     bundle = tmp_path / "bundle"
     build(tmp_path / "untied", bundle, parse_recipe(RECIPE, "tiny"), [text])
     with torch.inference_mode():
-        plain = moepack.load(bundle, policy="static:w4", device_memory="1GB")
+        plain = load_for_logits(bundle, policy="static:w4", device_memory="1GB")
         wanted, size = plain(IDS).logits, plain.get_input_embeddings().weight.nbytes
-        limited = moepack.load(bundle, policy="static:w4", memory="4GB")
+        limited = load_for_logits(bundle, policy="static:w4", memory="4GB")
         assert torch.equal(limited(IDS).logits, wanted) and torch.equal(limited(IDS.int()).logits, wanted)
         assert isinstance(limited.get_input_embeddings(), FileRows)
         assert limited.moepack.fixed.dense == plain.moepack.fixed.dense - size
-        planned = [plan(bundle, LoadOptions(policy="static:w4", **{how: "4GB"})) for how in ("device_memory", "memory")]
+        planned = [plan(bundle, for_logits(policy="static:w4", **{how: "4GB"})) for how in ("device_memory", "memory")]
         assert planned[1].fixed.dense == planned[0].fixed.dense - size == limited.moepack.fixed.dense
         for known in (False, True):
             assert limited.num_parameters(False, known) == plain.num_parameters(False, known)
@@ -70,7 +70,7 @@ def test_a_change_while_its_file_is_checked_is_found(short_model, text, tmp_path
         return found
 
     monkeypatch.setattr(mapped, "_digest", changed)
-    model = moepack.load(tmp_path / "bundle", policy="static:w4", memory="4GB")
+    model = load_for_logits(tmp_path / "bundle", policy="static:w4", memory="4GB")
     with torch.inference_mode(), pytest.raises(BundleError, match="has changed since it was loaded"):
         model(IDS)
     model.moepack.close()
@@ -86,7 +86,7 @@ def test_a_converted_embedding_is_in_memory(short_model, text, tmp_path):
         needs, _ = measure(bundle, config, dtype, torch.device("cpu"), workload)
         sizes.append(process_limit._in_file(needs, skeleton(config, dtype)[0], bundle))
     assert sizes == [4096 * 64 * 2, 0]
-    model = moepack.load(bundle.path, policy="static:w4", memory="4GB", dtype="float32")
+    model = load_for_logits(bundle.path, policy="static:w4", memory="4GB", dtype="float32")
     assert type(model.get_input_embeddings()) is nn.Embedding
     model.moepack.close()
 

@@ -17,6 +17,7 @@ if backends.backend(torch.device("cpu")) != "native":
 from moepack.runtime.dense import linear_attention
 from moepack.runtime.dense.linear_attention import serve_linear_attention
 from moepack.runtime.kernels.delta_native import DeltaRule
+from moepack.runtime.kernels.mamba_native import Mamba
 
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 40}
 FAMILIES = {
@@ -26,6 +27,13 @@ FAMILIES = {
         "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 2, "linear_head_dim": 24,
         "num_local_experts": 4, "moe_intermediate_size": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
         "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 6, "mamba_head_dim": 20, "ssm_state_size": 24, "mamba_n_groups": 2, "mamba_dt_min": 0.02,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4, "mamba_d_head": 32,
+        "mamba_d_state": 40, "mamba_n_groups": 1,
     },
 }  # fmt: skip
 IDS = torch.randint(1, 60, (2, 90), generator=torch.Generator().manual_seed(0))
@@ -40,7 +48,7 @@ def model_of(family, dtype=torch.bfloat16, **extra):
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):
                 parameter.copy_(torch.rand(parameter.shape, generator=draw) * 6 - 4)
-            elif name.endswith("dt_bias"):
+            elif name.endswith(("dt_bias", ".D", "conv1d.bias")):
                 parameter.copy_(torch.randn(parameter.shape, generator=draw))
             elif "conv1d" in name:
                 parameter.mul_(2)
@@ -75,10 +83,11 @@ def outputs(model, steps=STEPS, mask=None):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """The tokens of each call of the kernel."""
+    """The tokens of each call of a kernel."""
     ran = []
-    run = DeltaRule.run
-    monkeypatch.setattr(DeltaRule, "run", lambda *given: ran.append(given[2][-1]) or run(*given))
+    for kind in (DeltaRule, Mamba):
+        run = kind.run
+        monkeypatch.setattr(kind, "run", lambda *given, run=run: ran.append(given[2][-1]) or run(*given))
     return ran
 
 
@@ -103,13 +112,14 @@ def test_errors_are_at_most_those_of_plain_bf16(family, runs):
             assert (state - right).norm() < 1.2 * (other - right).norm()
 
 
-def test_tokens_one_by_one_are_those_of_transformers(runs):
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_tokens_one_by_one_are_those_of_transformers(family, runs):
     """Of whole models, logits in BF16, and in float32, where modules keep their own code."""
     for dtype, most in ((torch.bfloat16, 1.2), (torch.float32, 1.0)):
         models = (
-            model_of("qwen3_next", torch.float32),
-            model_of("qwen3_next", dtype),
-            served(model_of("qwen3_next", dtype)),
+            model_of(family, torch.float32),
+            model_of(family, dtype),
+            served(model_of(family, dtype)),
         )
         assert bool(models[2].changed) == (dtype == torch.bfloat16)
         found = []
@@ -117,7 +127,9 @@ def test_tokens_one_by_one_are_those_of_transformers(runs):
             cache = DynamicCache(config=model.config)
             with torch.no_grad():
                 parts = IDS.split([70, *(1,) * 20], 1)
+                runs.clear()
                 found.append(torch.cat([model(part, cache=cache).logits.float() for part in parts], 1))
+        assert bool(runs) == bool(models[2].changed), "whole models call the modules in their own way"
         exact, plain, ours = found
         assert (ours - exact).norm() <= most * (plain - exact).norm() + 1e-5 * exact.norm()
 
@@ -144,6 +156,20 @@ def test_caches_that_keep_more_are_left_to_the_model(runs):
         layer(hidden_states=x[:, :1], cache=cache)
         cache.reset()
         assert torch.equal(layer(hidden_states=x, cache=cache), whole)
+
+
+def test_a_single_first_token_within_limits_is_the_modules_own(runs):
+    """Nemotron-H limits steps in all passes but those of a single token after others."""
+    layer = layers_of(served(model_of("nemotron_h")))[0]
+    cache = DynamicCache(config=layer.config)
+    x = torch.randn(1, 1, layer.hidden_size).bfloat16()
+    runs.clear()
+    with torch.no_grad():
+        layer(x)
+        layer(x, cache=cache)
+        assert not runs
+        layer(x, cache=cache)
+    assert runs == [1]
 
 
 def test_a_layer_with_hooks_or_adapters_runs_its_own_code(runs):

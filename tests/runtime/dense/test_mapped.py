@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import flip
+from support import flip, load_for_logits
 
 import moepack
 from moepack.pack.errors import BundleError
@@ -31,7 +31,7 @@ def opened(file):
 def test_a_model_serves_the_bytes_that_were_checked(damaged):
     """In a budget its tensors are the file's, in own memory; a changed byte is found before they serve."""
     plain = moepack.load(damaged, policy="static:w4")
-    owned = moepack.load(damaged, policy="static:w4", device_memory="1GB")
+    owned = load_for_logits(damaged, policy="static:w4", device_memory="1GB")
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(damaged) in line]
     ranges = [[int(x, 16) for x in words[0].split("-")] for words in lines if words[-1].endswith("model.safetensors")]
     for (name, want), (_, got) in zip(plain.named_parameters(), owned.named_parameters(), strict=True):
@@ -42,10 +42,10 @@ def test_a_model_serves_the_bytes_that_were_checked(damaged):
     owned.moepack.close()
     flip(damaged / "model.safetensors", -3)
     with pytest.raises(BundleError, match=r"model.safetensors: its bytes do not match their digest"):
-        moepack.load(damaged, policy="static:w4", device_memory="1GB")
+        load_for_logits(damaged, policy="static:w4", device_memory="1GB")
     flip(damaged / "model.safetensors", 9)
     with pytest.raises(BundleError, match=r"model.safetensors: its header cannot be parsed"):
-        moepack.load(damaged, policy="static:w4", device_memory="1GB")
+        load_for_logits(damaged, policy="static:w4", device_memory="1GB")
 
 
 def test_a_name_may_hold_anything(tmp_path):

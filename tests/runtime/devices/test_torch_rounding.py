@@ -4,9 +4,9 @@ import pytest
 import torch
 from fake_cuda import FakeCudart, FakeGpu
 from live_models import least
+from support import load_for_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import moepack
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, Matrix, Version
 from moepack.runtime.attach import load_map
@@ -85,7 +85,7 @@ def test_a_static_map_asks_for_one_range_a_device(bundle):
 def test_pools_are_one_range(gpu, small, monkeypatch):
     policy, asked, memory = "hotness:hi=bf16,lo=w2,interval=60", [], gpu.gpu.memory
     monkeypatch.setattr(gpu.gpu, "memory", lambda size: asked.append(size) or memory(size))
-    model = moepack.load(small, policy=policy, device_memory=least(small, policy) + 200_000)
+    model = load_for_logits(small, policy=policy, device_memory=least(small, policy) + 200_000)
     pools = sum(p.block_bytes * p.blocks for p in model.moepack.manager.transitions.pools)
     assert len(asked) == 2 and asked[1] == pools, "staging buffers, and all pools"
 

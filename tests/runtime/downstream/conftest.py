@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support import HOT, ROOT, ids
+from support import HOT, ROOT, ids, load_for_logits
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import moepack
@@ -92,7 +92,7 @@ def free(bundle):
 def hot(bundle):
     """In a budget; not to be changed."""
     with plain_code():
-        made = moepack.load(bundle, **HOT)
+        made = load_for_logits(bundle, **HOT)
     yield made
     made.moepack.close()
 
@@ -103,7 +103,7 @@ def another(bundle):
     made = []
 
     def load(**options):
-        made.append(moepack.load(bundle, **options))
+        made.append(load_for_logits(bundle, **options))
         return made[-1]
 
     yield load

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from live_models import least
+from support import load_for_logits
 from tiny_models import random_model
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -230,7 +231,7 @@ def test_served_models(bundle):
     for attention in ("eager", "sdpa"):
         budget = least(bundle, policy, attn_implementation=attention) + 2_000_000
         plain = moepack.load(bundle, policy="static:w4", attn_implementation=attention)
-        model = moepack.load(bundle, policy=policy, device_memory=budget, attn_implementation=attention)
+        model = load_for_logits(bundle, policy=policy, device_memory=budget, attn_implementation=attention)
         told = []
         decide = model.moepack.manager.policy.decide
         model.moepack.manager.policy.decide = lambda event: told.append(event) or decide(event)  # noqa: B023
@@ -245,7 +246,7 @@ def test_served_models(bundle):
         assert not any(e.sums[HEAVY].any() for e in told if not e.is_prompt)
         assert all((e.sums[HEAVY] <= e.counts).all() for e in prompts)
         model.moepack.close()
-    model = moepack.load(bundle, policy=policy, device_memory=budget)
+    model = load_for_logits(bundle, policy=policy, device_memory=budget)
     model.config._attn_implementation_internal = "flex_attention"
     with torch.inference_mode(), pytest.raises(InputError, match="flex_attention"):
         model(ids(1, 8))

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import Gemma3TextConfig
 from transformers.cache_utils import DynamicCache
 
-from moepack.runtime.kv.growing import PLAIN, SPARE, GrowingLayer, coded, grow_in_place, growth
+from moepack.runtime.kv.forms import PLAIN
+from moepack.runtime.kv.growing import SPARE, GrowingLayer, coded, grow_in_place, growth
 from moepack.runtime.kv.sizes import cache_bytes
 
 HEADS, COLS = 2, 8

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_stand_in import kernels
 from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
-from support import PATIENCE, spy
+from support import PATIENCE, for_logits, load_for_logits, spy
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
@@ -18,7 +18,6 @@ from moepack.reports.plan import plan
 from moepack.runtime.kernels import exponent_triton
 from moepack.runtime.paging.in_place import PagesInPlace
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.residency import kv_reserve
 from moepack.runtime.store.files import Stored
@@ -198,7 +197,7 @@ def test_the_budget_holds_slots_and_what_is_packed(small, gpu):
     assert pages._bytes.numel() <= live.plan.window and pages._places.numel() >= sum(
         x.fields.nbytes + x.tables.nbytes + x.sizes.nbytes for x in pages._of or pages._all_places()
     )
-    made = plan(small, LoadOptions(policy=PINNED, device_memory=live.plan.budget, prefill_tokens=32))
+    made = plan(small, for_logits(policy=PINNED, device_memory=live.plan.budget, prefill_tokens=32))
     assert made.pinned_bytes == live.plan.on_host(Where.PACKED_PINNED) == live.host.reserved
     with pytest.raises(TooSmallError, match="host_memory of 1000 bytes"):
         load(small, PINNED, host_memory=1000, room=ROOM, **ALL)
@@ -206,8 +205,8 @@ def test_the_budget_holds_slots_and_what_is_packed(small, gpu):
 
 def test_what_cannot_be_is_refused(small):
     with pytest.raises(InputError, match=r"paged:lo=pinned is for a GPU"):
-        moepack.load(small, policy=PINNED, device_memory=1 << 40)
+        load_for_logits(small, policy=PINNED, device_memory=1 << 40)
     with pytest.raises(InputError, match=r"theta needs passes that wait, and no pass waits under lo=pinned"):
-        moepack.load(small, policy="paged:lo=pinned,theta=0.5", device_memory=1 << 40)
+        load_for_logits(small, policy="paged:lo=pinned,theta=0.5", device_memory=1 << 40)
     with pytest.raises(InputError, match=r"lo is stored or pinned, not 'host'"):
-        moepack.load(small, policy="paged:lo=host", device_memory=1 << 40)
+        load_for_logits(small, policy="paged:lo=host", device_memory=1 << 40)

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from live_models import at, ids, least, load, logits, ours, same, same_at_once, stop_after, wait_for
-from support import damage
+from support import damage, for_logits
 from tiny_models import build_tiny
 
 import moepack
@@ -104,7 +104,7 @@ def test_the_least_budget_holds_the_decoded_experts_of_two_layers(bundle):
     two = live.plan.sizes[0][0] * (layers[0].experts + layers[1].experts)
     assert live.plan.demand == two == smallest - live.plan.fixed
     assert coded(load(bundle, "paged:alpha=1", smallest)) == 0
-    planned = plan(bundle, LoadOptions(device_memory=smallest + ROOM, policy="paged:alpha=1"))
+    planned = plan(bundle, for_logits(device_memory=smallest + ROOM, policy="paged:alpha=1"))
     assert planned.least_bytes == smallest and planned.per_layer[0].versions["bf16@packed"] == layers[0].experts
 
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from support import for_logits, load_for_logits
 from transformers import AutoModelForCausalLM
 
 import moepack
@@ -46,8 +47,8 @@ def test_the_default(bundle, single, caplog):
 
 def test_it_is_the_same_everywhere(bundle, single, evaluation, monkeypatch):
     for path, policy in ((bundle, "hotness"), (single, "uniform")):
-        assert plan(path, LoadOptions(device_memory=30_000_000)).policy == policy
-        with moepack.load(path, device_memory="30MB").moepack as serving:
+        assert plan(path, for_logits(device_memory=30_000_000)).policy == policy
+        with load_for_logits(path, device_memory="30MB").moepack as serving:
             assert serving.policy == policy
         with AutoModelForCausalLM.from_pretrained(path, device_memory="30MB").moepack as serving:
             assert serving.policy == policy

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from live_models import least, wait_for
-from support import HELPERS, RTN, ids, python
+from support import HELPERS, RTN, for_logits, ids, load_for_logits, python
 
 import moepack
 from moepack.pack.errors import InputError
@@ -75,7 +75,7 @@ def test_a_family_that_cannot_be_measured_is_refused(bundle, monkeypatch):
 
     monkeypatch.setattr(Qwen3MoeModel, "forward", looks)
     with pytest.raises(InputError, match="cannot be measured"):
-        moepack.load(bundle, policy="static:w2", device_memory=77_777_777, prefill_tokens=77)
+        load_for_logits(bundle, policy="static:w2", device_memory=77_777_777, prefill_tokens=77)
 
 
 def test_what_cannot_code_a_cache_says_so(bundle, monkeypatch):
@@ -104,7 +104,7 @@ def test_the_served_experts_take_what_the_probes_do(bundle, has, monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has)
     by_kernels = has and native.has_tiles(torch.bfloat16)
     for policy in ("static:w4", "static:bf16"):
-        model = moepack.load(bundle, policy=policy, device_memory=1 << 30)
+        model = load_for_logits(bundle, policy=policy, device_memory=1 << 30)
         foretold = Probe(*_skeleton(model, bundle)).headroom([512], 1, 0, True, False)[0]
         room = backends.unpacked_bytes(512, max(m.in_features for m in model.modules() if hasattr(m, "in_features")))
         assert room == 4 * (512 * 128 + 256 * (512 + 128)), "of all widths 128 is the largest"
@@ -139,7 +139,7 @@ def test_what_is_no_workload(wrong):
 @pytest.mark.parametrize("policy", ["static:w2", "uniform", "hotness:hi=bf16,lo=w2"])
 def test_refusals_name_the_least_to_the_byte(bundle, policy):
     def load(budget, **options):
-        return moepack.load(bundle, policy=policy, device_memory=budget, **options)
+        return load_for_logits(bundle, policy=policy, device_memory=budget, **options)
 
     for options in ({}, {"kv_tokens": 100, "batch": 3}, {"prefill_tokens": 0}):
         size = least(bundle, policy, **options)
@@ -154,9 +154,9 @@ def test_refusals_name_the_least_to_the_byte(bundle, policy):
 
 def served(bundle, policy, room, **options):
     """A model with `room` bytes beside all experts at w2."""
-    static = moepack.load(bundle, policy="static:w2", device_memory=1 << 30, **options).moepack.tracker.reserved
+    static = load_for_logits(bundle, policy="static:w2", device_memory=1 << 30, **options).moepack.tracker.reserved
     staging = 36_864 if policy.startswith("hotness") else 0
-    return moepack.load(bundle, policy=policy, device_memory=static + staging + room, **options)
+    return load_for_logits(bundle, policy=policy, device_memory=static + staging + room, **options)
 
 
 @pytest.mark.parametrize("policy", [HOT, "static:w2"])
@@ -362,7 +362,7 @@ def test_plans_do_not_depend_on_the_instruction_set(shallow, tmp_path, monkeypat
                     needs, _ = fixed.measure(moepack.open(shallow), config, getattr(torch, dtype), CPU, workload)
                     found.add((needs.activations, needs.kept))
                     if dtype == "bfloat16":  # a plan asks for none
-                        planned.add(plan(shallow, LoadOptions(device_memory=1 << 30)).fixed.activations)
+                        planned.add(plan(shallow, for_logits(device_memory=1 << 30)).fixed.activations)
             assert len(found) == 1, found
         assert len(planned) == 1, planned
     finally:

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from support import for_logits, load_for_logits
 
 import moepack
 from moepack.pack.errors import InputError
 from moepack.reports.plan import plan
 from moepack.runtime.devices.reading import read_rate
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.sizes import parse_bound
 from moepack.runtime.planning.token_cost import experts_read, within
 
@@ -46,16 +46,16 @@ def test_a_bound_leaves_the_versions_that_keep_it(bundle):
 
 
 def test_plans_and_loading_keep_it(bundle):
-    free = plan(bundle, LoadOptions(device_memory=1 << 30))
+    free = plan(bundle, for_logits(device_memory=1 << 30))
     assert free.bytes_per_token is not None
     bound = str(free.bytes_per_token - 1)
-    planned = plan(bundle, LoadOptions(device_memory=1 << 30, max_tpot=bound))
+    planned = plan(bundle, for_logits(device_memory=1 << 30, max_tpot=bound))
     assert planned.bytes_per_token is not None and planned.bytes_per_token < free.bytes_per_token
     assert planned.expected_relative_loss > free.expected_relative_loss
-    with moepack.load(bundle, max_tpot=bound).moepack as serving:
+    with load_for_logits(bundle, max_tpot=bound).moepack as serving:
         assert "bf16" not in {v for row in serving.versions for v in row}
     with pytest.raises(InputError, match="bf16"):
-        moepack.load(bundle, policy="static:bf16", max_tpot=bound)
+        load_for_logits(bundle, policy="static:bf16", max_tpot=bound)
     with pytest.raises(InputError, match="leaves no version"):
         moepack.load(bundle, max_tpot="1kB")
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 from live_models import least
-from support import RTN
+from support import RTN, load_for_logits
 from tiny_models import build_tiny
 
-import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime.policies.registry import ENTRIES
 
@@ -36,10 +35,10 @@ def test_serves_a_byte_above_the_least(policy, made):
     room = {"kv_tokens": 64, "batch": 2, "prefill_tokens": 24}
     if words := REFUSED.get((policy, name)):
         with pytest.raises(InputError, match=words):
-            moepack.load(bundle, policy=policy, device_memory=1 << 40, **room)
+            load_for_logits(bundle, policy=policy, device_memory=1 << 40, **room)
         return
     memory = (1 << 40) if policy == "static" else least(bundle, policy, **room) + 1
-    model = moepack.load(bundle, policy=policy, device_memory=memory, **room)
+    model = load_for_logits(bundle, policy=policy, device_memory=memory, **room)
     with model.moepack as served, torch.inference_mode():
         one = model(torch.tensor([[7]]), use_cache=False).logits
         assert torch.isfinite(one).all()

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 import torch
 from live_models import load, run, wait_for
-from support import ROOT, documented
+from support import ROOT, documented, for_logits
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, Version, align
 from moepack.reports.plan import plan
 from moepack.runtime.experts.forward import experts_forward
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies import registry
 from moepack.runtime.policies.contract import Interval, PrefillEnded, Setting
 from moepack.runtime.policies.registry import parse_policy
@@ -60,12 +59,12 @@ def test_one_file_and_one_line_serve(tiers, bundle):
     assert str(parse_policy("tiers")) == "tiers" and "tiers[:KEY=VALUE,...]" in registry.usages(in_budget=True)
     with pytest.raises(InputError, match="policy tiers:speed=1: option 'speed' is unknown: there are rate"):
         parse_policy("tiers:speed=1")
-    least = plan(bundle, LoadOptions(device_memory=0, policy="tiers")).least_bytes
+    least = plan(bundle, for_logits(device_memory=0, policy="tiers")).least_bytes
     opened = open_bundle(bundle)
     sizes = {v.name: align(v.resident_size(opened.layers[0].matrices), PAGE) for v in opened.versions}
     w4, w3, w2 = (sizes[v.name] for v in VERSIONS)
     room = 4 * 4 * (w4 + w3 + w2) + w4
-    planned = plan(bundle, LoadOptions(device_memory=least + room, policy="tiers"))
+    planned = plan(bundle, for_logits(device_memory=least + room, policy="tiers"))
     assert planned.feasible and planned.per_layer[0].versions == {"absent": 16}
     model = load(bundle, "tiers", least + room)
     live = model.moepack.manager

@@ -8,7 +8,7 @@ import pytest
 import torch
 from live_models import ids, least, load, same
 from residency_simulation import Kind, WaitingSimulation
-from support import damage, spy
+from support import damage, load_for_logits, spy
 from tiny_models import FAMILIES, build_tiny
 
 import moepack
@@ -316,5 +316,5 @@ calibration: {samples: 4, length: 32, batch_size: 4}
     path = Path(made_once("sparse-attention", make) / "bundle")
     plain = moepack.load(path, policy="static:w4")
     given = {"prefill_tokens": 64, "kv_tokens": 64}
-    model = moepack.load(path, policy=f"{FOUR_TWO},r=1", device_memory=1 << 40, **given)
+    model = load_for_logits(path, policy=f"{FOUR_TWO},r=1", device_memory=1 << 40, **given)
     same(model, plain, 24, 60)

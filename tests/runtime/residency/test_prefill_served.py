@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 import torch
 from live_models import at, ids, least, load, logits, ours, wait_for
-from support import RTN, spy
+from support import RTN, load_for_logits, spy
 from tiny_models import build_tiny
 from transformers import DynamicCache
 
-import moepack
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 
@@ -47,7 +46,7 @@ def on_the_device(bundle, model, folder, **options):
     file = folder / "map.json"
     rows = [[name.removesuffix("@host") for name in row] for row in model.moepack.versions]
     file.write_text(json.dumps({"versions": rows}))
-    return moepack.load(bundle, policy=f"static:{file}", **options)
+    return load_for_logits(bundle, policy=f"static:{file}", **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -156,7 +155,7 @@ def test_options_of_the_host_tier(bundle):
     assert (tier.rate, tier.threads) == (2_000_000, 1)
     model.moepack.close()
     with pytest.raises(InputError, match="size 'fast'"):
-        moepack.load(bundle, policy="prefill", device_memory=budget, host_rate="fast")
+        load_for_logits(bundle, policy="prefill", device_memory=budget, host_rate="fast")
 
 
 def test_shared_experts_dense_layers_and_all_experts_for_every_token(demo_model, text, tmp_path):

@@ -6,9 +6,8 @@ import shutil
 
 import numpy as np
 import pytest
-from support import damage, flip
+from support import damage, flip, load_for_logits
 
-import moepack
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
 from moepack.runtime.store import checked
@@ -36,7 +35,9 @@ def of_dense(bundle):
 
 
 def load(bundle, **options):
-    moepack.load(bundle, **{"policy": "static:w4", "device_memory": "1GB", "checked": True, **options}).moepack.close()
+    load_for_logits(
+        bundle, **{"policy": "static:w4", "device_memory": "1GB", "checked": True, **options}
+    ).moepack.close()
 
 
 def test_what_was_checked_is_not_digested_again(damaged, digests, tmp_path):

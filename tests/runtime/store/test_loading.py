@@ -1,8 +1,8 @@
 """Loading: fetches under way at a time, their order, their end after an error, and the bytes that are reported."""
 
 import pytest
+from support import load_for_logits
 
-import moepack
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.runtime.devices.migration import HostEvent
@@ -61,7 +61,7 @@ def test_a_load_reports_every_byte_that_it_reads(bundle):
     ):
         seen = []
         report = lambda done, of, seen=seen: seen.append((done, of))  # noqa: E731
-        moepack.load(bundle, policy=policy, device_memory=memory, progress=report).moepack.close()
+        load_for_logits(bundle, policy=policy, device_memory=memory, progress=report).moepack.close()
         assert seen[-1] == (expected, expected) and seen == sorted(seen)
         assert len({of for _, of in seen}) == (1 if memory is None else 2)
     with loading_report(None):
@@ -74,5 +74,5 @@ def test_files_are_read_past_the_page_cache_in_a_budget_alone(bundle, monkeypatc
     monkeypatch.setattr("moepack.runtime.attach.BackingStore", lambda bundle, direct: seen.append(direct) or 1 / 0)
     for memory in (None, "1GB"):
         with pytest.raises(InputError, match="division by zero"):
-            moepack.load(bundle, policy="static:w4", device_memory=memory)
+            load_for_logits(bundle, policy="static:w4", device_memory=memory)
     assert seen == [False, True]

@@ -11,6 +11,7 @@ from server_fixtures import NAME, post
 
 from moepack.server.errors import ApiError
 from moepack.server.http import guard, parse
+from moepack.server.http.toolbox import NO_ARGUMENTS
 from moepack.server.translated.messages import MessagesBody, messages
 from moepack.server.translated.responses import ResponsesBody, responses
 
@@ -70,6 +71,11 @@ EXTRAS = {
     "length_penalty": 0.5,
     "store": False,
     "service_tier": "auto",
+    "keep_alive": "5m",
+    "cache_prompt": True,
+    "typical_p": 1.0,
+    "repeat_penalty": 1,
+    "mirostat": 0,
 }
 TEXT = {"prompt": "The history of", "max_tokens": 6}
 TALK = {"model": NAME, "messages": SAID, "max_tokens": 6}
@@ -83,7 +89,7 @@ KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
     (
         ("/v1/completions", TEXT, {**EXTRAS, "best_of": 1, "suffix": ""}, None),
         ("/v1/chat/completions", TALK, {**EXTRAS, **CHAT_EXTRAS, "prediction": {"type": "content"}}, None),
-        ("/v1/responses", ITEMS, {**EXTRAS, "max_tool_calls": 3, "context_management": []}, None),
+        ("/v1/responses", ITEMS, {**EXTRAS, "max_tool_calls": 3, "context_management": [], "n": 1}, None),
         ("/v1/messages", TALK, {"metadata": {"user_id": "u"}, "context_management": KEEPS_ALL, "speed": "standard"},
          None),
         ("/v1/completions", TEXT, {"service_tier": "flex", "store": True}, "store, service_tier"),
@@ -207,6 +213,10 @@ def test_a_boolean_is_no_number(parsed, given, wrong):
         (parse.chat, {"messages": SAID}, "speed", None),  # a field of Messages, and no misspelt seed
         (parse.chat, {"messages": SAID}, "speeed", "seed"),
         (messages, {"messages": SAID, "max_tokens": 1}, "min_tokens", None),
+        (messages, {"messages": SAID, "max_tokens": 1}, "stop", "stop_sequences"),  # the same by another name
+        (responses, {"input": "x"}, "max_tokens", "max_output_tokens"),
+        (responses, {"input": "x"}, "response_format", "text"),
+        (parse.chat, {"messages": SAID}, "enable_thinking", "reasoning_effort"),
     ),
 )
 def test_a_field_of_another_interface(parsed, least, name, proposed):
@@ -214,6 +224,45 @@ def test_a_field_of_another_interface(parsed, least, name, proposed):
         parsed({"model": "m", **least, name: 1}, 10)
     assert f"{name}: is not supported" in str(caught.value), caught.value
     assert str(caught.value).partition("did you mean ")[2] == (f"{proposed}?" if proposed else "")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    (
+        ({"stop": ""}, "stop: must have at least 1 character"),
+        ({"stop": 1}, "stop: must be a valid string or a valid list"),
+        ({"echo": True}, "echo: must be false"),
+    ),
+)
+def test_what_is_wrong_is_said_in_words_of_json(given, said):
+    with pytest.raises(ApiError) as caught:
+        parse.chat({**CHAT, **given}, 10)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    (
+        ("/chat/completions", "did you mean /v1/chat/completions?"),  # an address without /v1, or with two of them
+        ("/v1/v1/messages", "did you mean /v1/messages?"),
+        ("/api/tags", "see /openapi.json"),
+    ),
+)
+def test_a_path_that_is_not_there(path, said, running):
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(running.url + path)
+    with caught.value as error:
+        assert error.code == 404 and said in error.read().decode()
+
+
+def test_what_clients_add_to_a_conversation():
+    """OpenAI's client sends back what it parsed, and marks of a cache may stand in every part."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    answer = {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}}
+    tool = {"type": "function", "function": {"name": "f", **mark}}
+    asked = parse.chat({"model": NAME, "messages": [*SAID, answer, *SAID], "tools": [tool]}, 10)
+    assert asked.chat.messages[1] == {"role": "assistant", "content": '{"a": 1}'}
+    assert asked.chat.shown == [{"type": "function", "function": {"name": "f", "parameters": NO_ARGUMENTS}}]
 
 
 @pytest.mark.parametrize("given", ('{"a": 1', "[1]", "null"))

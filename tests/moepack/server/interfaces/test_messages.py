@@ -41,7 +41,7 @@ def test_a_message_is_what_a_chat_says(exact):
     said = [{"role": "system", "content": "Be brief"}, *SAID]
     chat = exact.client().chat.completions.create(model=NAME, messages=said, temperature=0, max_tokens=8)
     out = ask(exact, system=[{"type": "text", "text": "Be brief", "cache_control": {"type": "ephemeral"}}])
-    assert out["content"] == [{"type": "text", "text": chat.choices[0].message.content}]
+    assert out["content"] == [{"type": "text", "text": chat.choices[0].message.content, "citations": []}]
     assert (out["type"], out["role"], out["stop_reason"], out["stop_sequence"]) == (
         "message",
         "assistant",

@@ -1,0 +1,265 @@
+"""Kept chunks of prompts in files, which a later server finds again.
+
+A file has one chunk's keys and values by layer, in safetensors. Its name is a digest of the model, of all tokens before
+the chunk and of its own, so a file is found by what it is for, and by nobody who does not have the same tokens. The
+model is the bundle, its dense versions, the dtype and the form of the cache. The experts' versions are not in it: a
+policy changes them under running prompts too.
+
+A thread writes files, so no pass waits. Before a request is queued, its thread checks the files that hold its prompt's
+beginning: they belong to this user alone, and their digest is that of their contents. The pass that reads the prompt
+copies them into the request's row, one layer at a time, from the pages that checking has brought in. They take no
+memory of the budget: the row has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import queue
+import stat
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from moepack.pack.errors import InputError
+from moepack.runtime.dense.packed import PackedLinear
+
+from .prefixes import CHUNK
+
+if TYPE_CHECKING:
+    from moepack.runtime.served_model import ServedModel
+
+    from .prefixes import Chunk
+
+log = logging.getLogger("moepack.server")
+FORMAT = 1
+ENDING = ".safetensors"
+HEADER = 1 << 20  # the most bytes of a header
+READ = 1 << 20  # bytes that are digested at a time
+FREED = 0.9  # the share of the limit that is left when files make room for others
+
+
+def described(model: ServedModel) -> str:
+    """Describe what keys and values follow from, beside the tokens and the experts' versions."""
+    manifest = model.moepack.bundle.manifest
+    packed = {name: m.version.name for name, m in model.named_modules() if isinstance(m, PackedLinear)}
+    facts = (
+        sorted((name, f.sha256) for name, f in manifest.files.items()),
+        sorted((name, f.header_sha256) for name, f in manifest.expert_files.items()),
+        sorted(packed.items()),
+        str(model.dtype),
+        [list(bits) for bits in model.moepack.kv],
+        CHUNK,
+    )
+    return json.dumps(facts)
+
+
+class StoredLayers(Sequence[tuple[Tensor, Tensor]]):
+    """A checked file's keys and values by layer, [1, heads, tokens, dim], read when they are asked for."""
+
+    def __init__(self, opened: Any, layers: int) -> None:
+        """Take an open safetensors file with so many layers."""
+        self._opened = opened
+        self._layers = layers
+
+    def __len__(self) -> int:
+        return self._layers
+
+    def __getitem__(self, layer: Any) -> Any:
+        """Return one layer's keys and values."""
+        return self._opened.get_tensor(f"{layer}.keys"), self._opened.get_tensor(f"{layer}.values")
+
+
+class PrefixFiles:
+    """Files of one model's chunks in a folder. Any thread may call it."""
+
+    def __init__(self, folder: Path, most: int, model: str) -> None:
+        """Use a folder, of which files over `most` bytes in all leave, the longest unused first.
+
+        `model` describes the model.
+
+        Raises:
+            InputError: for a folder that cannot be made or written, or that others may write.
+        """
+        self._folder = folder
+        self._most = most
+        self._model = hashlib.sha256(f"{FORMAT} {model}".encode()).digest()
+        self._found: dict[str, StoredLayers] = {}  # checked, and not yet asked for
+        self._kept: weakref.WeakValueDictionary[str, Chunk] = weakref.WeakValueDictionary()  # in memory
+        self._waiting: queue.SimpleQueue[tuple[str, weakref.ref[Chunk]] | None] = queue.SimpleQueue()
+        self._failed = False  # whether a write has failed: no more are tried
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            about = folder.stat()
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise InputError(f"{folder}: prompts cannot be kept there: {error.strerror or error}") from None
+        if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise InputError(f"{folder}: others may write there, so prompts are not kept there: chmod go-w, or another")
+        self._size = sum(size for _, size, _ in self._files())
+        self._thread = threading.Thread(target=self._write_all, name="moepack-prefixes", daemon=True)
+        self._thread.start()
+
+    def names(self, keys: Sequence[bytes]) -> Iterator[str]:
+        """Yield the names of a prompt's chunks, which have these chunk keys."""
+        last = self._model
+        for key in keys:
+            last = hashlib.sha256(last + key).digest()
+            yield last.hex()
+
+    def keep(self, keys: Sequence[bytes], chunk: Chunk) -> None:
+        """Have a chunk written, unless it leaves memory before. `keys` are those of its prompt up to it."""
+        *_, name = self.names(keys)
+        self._kept[name] = chunk
+        self._waiting.put((name, weakref.ref(chunk)))
+
+    def look_for(self, keys: Sequence[bytes]) -> None:
+        """Check the files that hold the beginning of a prompt, for `take`; those that are in memory are not needed."""
+        used = []
+        for name in self.names(keys):
+            if name in self._kept or name in self._found:
+                used.append(name)
+                continue
+            path = self._folder / (name + ENDING)
+            try:
+                self._found[name] = _checked(path)
+            except FileNotFoundError:
+                break
+            except Exception as error:  # of any kind, from a file that may hold anything
+                log.warning("%s: not read, and removed: %s", path, error)
+                self._remove(path)
+                break
+            used.append(name)
+        for name in reversed(used):  # the first chunk is used by all that follow, so it leaves last
+            with contextlib.suppress(OSError):
+                os.utime(self._folder / (name + ENDING))
+
+    def take(self, keys: Sequence[bytes], have: int) -> list[StoredLayers]:
+        """Return the checked chunks that follow the first `have` of a prompt."""
+        if not self._found:
+            return []
+        out = []
+        for number, name in enumerate(self.names(keys)):
+            if number < have:
+                continue
+            found = self._found.pop(name, None)
+            if found is None:
+                break
+            out.append(found)
+        return out
+
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """Remove the files of a prompt that has no finite answer."""
+        for name in self.names(keys):
+            self._found.pop(name, None)
+            self._remove(self._folder / (name + ENDING))
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        """Return the time of use, the size and the path of each file."""
+        out = []
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self._folder):
+                if entry.name.endswith(ENDING):
+                    with contextlib.suppress(OSError):
+                        about = entry.stat(follow_symlinks=False)
+                        out.append((about.st_mtime, about.st_size, Path(entry.path)))
+        return out
+
+    def _remove(self, path: Path) -> None:
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            path.unlink()
+            self._size -= size
+
+    def _write_all(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            name, reference = item
+            chunk = reference()
+            path = self._folder / (name + ENDING)
+            if chunk is None or self._failed or path.exists():
+                continue
+            try:
+                self._size += _written(path, chunk.layers)
+            except OSError as error:
+                self._failed = True
+                log.warning("%s: no more prompts are kept there: %s", self._folder, error.strerror or error)
+            if self._size > self._most:
+                self._make_room()
+
+    def _make_room(self) -> None:
+        found = sorted(self._files())
+        self._size = sum(size for _, size, _ in found)
+        for _, _, path in found:
+            if self._size <= FREED * self._most:
+                break
+            self._remove(path)
+
+
+def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]]) -> int:
+    """Write a chunk in one step; return the file's bytes."""
+    from safetensors.torch import save
+
+    tensors = {}
+    for number, (keys, values) in enumerate(layers):
+        tensors[f"{number}.keys"] = keys
+        tensors[f"{number}.values"] = values
+    plain = save(tensors)
+    size = int.from_bytes(plain[:8], "little")
+    header = json.loads(plain[8 : 8 + size])
+    digest = hashlib.sha256(_canonical(header))
+    digest.update(memoryview(plain)[8 + size :])
+    header["__metadata__"] = {"sha256": digest.hexdigest()}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    number, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+    partial = Path(name)
+    try:
+        with os.fdopen(number, "wb") as made:
+            made.write(len(text).to_bytes(8, "little"))
+            made.write(text)
+            made.write(memoryview(plain)[8 + size :])
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    return 8 + len(text) + len(plain) - 8 - size
+
+
+def _canonical(header: dict[str, Any]) -> bytes:
+    named = {name: value for name, value in header.items() if name != "__metadata__"}
+    return json.dumps(named, sort_keys=True).encode()
+
+
+def _checked(path: Path) -> StoredLayers:
+    """Open a file whose digest is that of its contents; raise OSError or ValueError for another."""
+    from safetensors import safe_open
+
+    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(number, "rb") as opened:
+        about = os.fstat(opened.fileno())
+        if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError("others may write it")
+        size = int.from_bytes(opened.read(8), "little")
+        if not stat.S_ISREG(about.st_mode) or size > HEADER:
+            raise ValueError("it is no file of a chunk")
+        header = json.loads(opened.read(size))
+        digest = hashlib.sha256(_canonical(header))
+        while block := opened.read(READ):
+            digest.update(block)
+    if header["__metadata__"]["sha256"] != digest.hexdigest():
+        raise ValueError("it has changed since it was written")
+    return StoredLayers(safe_open(path, "pt"), len(header) // 2)

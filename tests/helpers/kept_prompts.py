@@ -1,0 +1,32 @@
+"""A prompt of several chunks, read by an engine as the scheduler has it read."""
+
+import torch
+from tiny_models import save_tiny
+
+from moepack.server.batching.engine import StepInput
+from moepack.server.batching.prefixes import chunk_keys
+
+STEP, MOST = 256, 1 << 30
+SYSTEM = [1 + n * 37 % 900 for n in range(200)]  # three whole chunks and a rest
+
+
+def model_of(family, folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(save_tiny(family, folder / family, dtype=torch.float32)).eval()
+
+
+def read(engine, prompt, ends, new=0):
+    """Read a prompt in passes that end there, or from where kept chunks end: the tokens taken, and all last logits."""
+    slot, logits, taken = engine.add(len(prompt), chunk_keys(prompt)), [], 0
+    tokens = list(prompt)
+    for end in [*ends, *range(len(prompt) + 1, len(prompt) + new + 1)]:
+        ahead = min(engine.kept_ahead(slot), end - slot.length - 1)
+        taken += ahead
+        part, is_prompt = tokens[slot.length + ahead : end], end <= len(prompt)
+        out = engine.run([StepInput(slot, part, 1, is_prompt, ahead, keeps=9 * is_prompt)])[0]
+        logits.append(out[0])
+        tokens.append(int(out[0].argmax()))
+        tokens[:] = tokens if end >= len(prompt) else tokens[:-1]
+    engine.remove(slot)
+    return taken, torch.stack(logits[len(ends) - 1 :])

@@ -1,0 +1,179 @@
+"""Kept prompts in files: found again by another engine, the same bits, and nothing believed that is not their own."""
+
+import contextlib
+import json
+import logging
+import os
+
+import pytest
+import torch
+from kept_prompts import MOST, STEP, SYSTEM, model_of, read
+from live_models import wait_for
+from server_fixtures import NAME, post, serving
+
+import moepack
+from moepack.pack.errors import InputError
+from moepack.server.batching import prefix_files
+from moepack.server.batching.engine import Engine
+from moepack.server.batching.prefix_files import ENDING, PrefixFiles
+from moepack.server.batching.prefixes import CHUNK, chunk_keys
+from moepack.server.options import Limits, Options
+
+
+@contextlib.contextmanager
+def files_of(folder, most=1 << 30, model="a model"):
+    files = PrefixFiles(folder, most, model)
+    try:
+        yield files
+    finally:
+        files.close()
+
+
+def held(folder):
+    return sorted(path for path in folder.iterdir() if path.name.endswith(ENDING))
+
+
+def written(model, folder, prompt=SYSTEM, **how):
+    """The logits of an engine that read the prompt and wrote its three chunks."""
+    with files_of(folder, **how) as files:
+        engine = Engine(model, STEP, MOST, files)
+        assert read(engine, prompt, (192, len(prompt)), 6)[0] == 0
+        logits = read(engine, prompt, (len(prompt),), 6)  # from memory
+        wait_for(lambda: files._waiting.empty())
+    assert logits[0] == 192
+    return logits[1]
+
+
+def found(model, folder, prompt=SYSTEM, **how):
+    """What another engine takes from the files, and its logits."""
+    with files_of(folder, **how) as files:
+        engine = Engine(model, STEP, MOST, files)
+        engine.look_for(prompt)
+        out = read(engine, prompt, (len(prompt),), 6)
+        assert engine.kept_bytes == 0, "what files have takes no memory"
+        return out
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_another_engine_gives_the_same_bits(family, tmp_path):
+    model = model_of(family, tmp_path)
+    logits = written(model, tmp_path / "kept")
+    assert len(held(tmp_path / "kept")) == 3
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in held(tmp_path / "kept"))
+    taken, again = found(model, tmp_path / "kept")
+    assert taken == 192 and torch.equal(again, logits)
+
+
+def test_only_the_same_tokens_of_the_same_model(tmp_path):
+    model = model_of("qwen3_moe", tmp_path)
+    written(model, tmp_path / "kept")
+    with files_of(tmp_path / "kept") as files, files_of(tmp_path / "kept", model="another") as others:
+        assert all((tmp_path / "kept" / (name + ENDING)).exists() for name in files.names([b"x"])) is False
+        for of, prompt, chunks in ((files, SYSTEM, 3), (files, [1, *SYSTEM], 0), (files, SYSTEM[:130] + [7] * 70, 2)):
+            engine = Engine(model, STEP, MOST, of)
+            engine.look_for(prompt)
+            assert engine.kept_ahead(engine.add(200, chunk_keys(prompt))) == CHUNK * chunks
+        engine = Engine(model, STEP, MOST, others)
+        engine.look_for(SYSTEM)
+        assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM))) == 0
+
+
+def _flipped(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+def _retyped(path):
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b'"F32"', b'"I32"', 1))
+
+
+def _link(path):
+    path.rename(path.with_suffix(".moved"))
+    path.symlink_to(path.with_suffix(".moved"))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _flipped,
+        _retyped,
+        _link,
+        lambda path: path.write_bytes(path.read_bytes()[:-100]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"\xff" * 5000),
+        lambda path: path.chmod(0o622),
+    ],
+    ids=["flipped", "another dtype", "link", "cut", "empty", "noise", "others may write"],
+)
+def test_a_file_that_is_not_its_own_is_removed(spoil, tmp_path, caplog):
+    model = model_of("qwen3_moe", tmp_path)
+    logits = written(model, tmp_path / "kept")
+    with files_of(tmp_path / "kept") as files:
+        second = tmp_path / "kept" / (list(files.names(chunk_keys(SYSTEM)))[1] + ENDING)
+    spoil(second)
+    with files_of(tmp_path / "kept") as files, caplog.at_level(logging.WARNING):
+        engine = Engine(model, STEP, MOST, files)
+        engine.look_for(SYSTEM)
+        assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM))) == CHUNK
+        assert [str(second) in record.getMessage() for record in caplog.records] == [True]
+        engine = Engine(model, STEP, MOST, files)
+        engine.look_for(SYSTEM)
+        taken, again = read(engine, SYSTEM, (192, 200), 6)
+    assert taken == 0 or torch.allclose(again, logits, atol=5e-6, rtol=1e-4)
+
+
+def test_the_longest_unused_leave(tmp_path):
+    model = model_of("qwen3_moe", tmp_path)
+    written(model, tmp_path / "kept")
+    size = held(tmp_path / "kept")[0].stat().st_size
+    with files_of(tmp_path / "kept") as files:
+        names = [tmp_path / "kept" / (name + ENDING) for name in files.names(chunk_keys(SYSTEM))]
+        for age, path in enumerate(names):
+            os.utime(path, (1000 - age, 1000 - age))
+        files.look_for(chunk_keys(SYSTEM))
+        assert names[0].stat().st_mtime >= names[2].stat().st_mtime > 1000, "used files are the newest"
+    other = [n + 1 for n in SYSTEM]
+    for path in names:
+        os.utime(path, (1000, 1000))
+    written(model, tmp_path / "kept", other, most=4 * size)
+    left = held(tmp_path / "kept")
+    assert len(left) == 4 and sum(path.exists() for path in names) == 1, "the fifth made two of the oldest leave"
+
+
+def test_a_full_disk_is_told_once(tmp_path, monkeypatch, caplog):
+    model = model_of("qwen3_moe", tmp_path)
+
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    with files_of(tmp_path / "kept") as files, caplog.at_level(logging.WARNING):
+        monkeypatch.setattr(prefix_files.tempfile, "mkstemp", full)
+        engine = Engine(model, STEP, MOST, files)
+        assert read(engine, SYSTEM, (192, 200), 1)[0] == 0 and read(engine, SYSTEM, (200,), 1)[0] == 192
+        wait_for(lambda: files._waiting.empty())
+    told = [record.getMessage() for record in caplog.records if "no more prompts" in record.getMessage()]
+    assert len(told) == 1 and "No space left" in told[0] and not held(tmp_path / "kept")
+
+
+def test_a_folder_of_others_is_refused(tmp_path):
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+    for name, why in (("open", "others may write there"), ("file/below", "cannot be kept there")):
+        with pytest.raises(InputError, match=why):
+            PrefixFiles(tmp_path / name, 1, "a model")
+
+
+def test_a_server_finds_them_after_a_restart(bundle, tokenizer, tmp_path):
+    """The same words, and the tokens that were not read are in the answer's usage. Another form of cache finds none."""
+    said = {"model": NAME, "prompt": "The history of the town " * 30, "max_tokens": 5, "temperature": 0}
+    options = Options(NAME, limits=Limits(kept_bytes=MOST), prefix_dir=tmp_path / "kept")
+    answers = []
+    for kv in ("16", "16", "8"):
+        with serving(moepack.load(bundle, policy="static:w4", kv=kv), tokenizer, options) as server:
+            answers.append(json.loads(post(f"{server.url}/v1/completions", said)))
+    used = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert used[0] == used[2] == 0 < used[1]
+    assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]

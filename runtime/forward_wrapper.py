@@ -113,6 +113,7 @@ class ForwardWrapper:
     ) -> None:
         """Wrap the forward of a model and of its decoder. Caches have the bits `kv`, by layer; empty for plain ones."""
         self.kv = tuple(kv)
+        self._config = model.config
         self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
         self.watchers: tuple[RoutingCounter, ...] = ()  # other counters of routing, beside the residency manager's
         self.graphs = decode_graphs(layers)
@@ -199,6 +200,7 @@ class ForwardWrapper:
                 if prompt.several and self._importance is not None:
                     stack.enter_context(self._observed(self._importance, step, given, text))
             step.watchers = self.watchers
+            step.weighed = bool(given.get("output_attentions") or getattr(self._config, "output_attentions", False))
 
             def tell(out: object) -> None:
                 for done in told:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import CODE_ERRORS, InputError, MoepackError, in_a_line
+from moepack.pack.hub_errors import reason
 from moepack.pack.hub_name import on_hub
-from moepack.pack.manifest import MANIFEST
+from moepack.pack.manifest import DENSE, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.planning.choice import ladders_of
@@ -151,7 +152,8 @@ def from_pretrained(
     """Load a bundle or a checkpoint with a model class of transformers.
 
     Raises:
-        InputError: where transformers' code rejects the configuration or the generation configuration.
+        InputError: where transformers' code rejects the configuration or the generation configuration, or the Hub
+            refuses a file.
     """
     import torch
     from transformers import GenerationConfig
@@ -168,8 +170,16 @@ def from_pretrained(
         return kind.from_pretrained(name, generation_config=generation, revision=revision, token=token, **options)
     except (MoepackError, torch.OutOfMemoryError):
         raise
+    except OSError as error:
+        if not Path(name).exists():  # transformers may take a refusal for a missing file
+            on_hub(str(name), DENSE, instead="", revision=revision, token=token)
+        raise InputError(f"{name}: {reason(error)}") from error
     except CODE_ERRORS as error:
         raise InputError(f"{name}: transformers cannot build its model: {in_a_line(error)}") from error
+    except Exception as error:  # of the HTTP library, whose errors are no OSErrors
+        if Path(name).exists():
+            raise
+        raise InputError(f"{name}: {reason(error)}") from error
 
 
 def check_bundle(name: str | Path, options: LoadOptions) -> None:

@@ -6,10 +6,12 @@ All files are of one commit, of which transformers has fetched its own files bef
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import BundleError, InputError
+from moepack.pack.hub_errors import patiently, reason
 from moepack.pack.hub_files import fetch_files
 from moepack.pack.manifest import LEFTOVERS, MANIFEST, MAX_BYTES, Manifest
 from moepack.pack.manifest.parser import parse_manifest
@@ -32,7 +34,7 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
         options: token, cache_dir, local_files_only and force_download, as huggingface_hub takes them.
 
     Raises:
-        InputError: for a repository that is not a bundle, or a policy that does not fit it.
+        InputError: for a repository that is not a bundle, or a policy that does not fit it; when the Hub refuses.
         BundleError: for an invalid manifest.
     """
     from huggingface_hub import HfApi, constants, hf_hub_download
@@ -40,11 +42,14 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
     try:
-        file = Path(hf_hub_download(name, MANIFEST, revision=commit, **options))
-    except LocalEntryNotFoundError:
-        raise InputError(f"{name}: its {MANIFEST} is not in the cache, and cannot be fetched now") from None
+        file = Path(patiently(partial(hf_hub_download, name, MANIFEST, revision=commit, **options)))
+    except LocalEntryNotFoundError as error:
+        why = "" if error.__cause__ is None else f": {reason(error)}"
+        raise InputError(f"{name}: its {MANIFEST} is not in the cache, and cannot be fetched now{why}") from None
     except EntryNotFoundError:
         raise InputError(f"{name}: not a bundle: it has no {MANIFEST}; a push to it may not have ended") from None
+    except Exception as error:  # of the library, the operating system or the HTTP library
+        raise InputError(f"{name}: {reason(error)}") from None
     if file.stat().st_size > MAX_BYTES:
         raise BundleError.single(f"{name}/{MANIFEST}", "size", f"more than {MAX_BYTES} bytes")
     manifest = parse_manifest(file.read_bytes())
@@ -53,8 +58,11 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
         return open_bundle(root, skip_partial=True)
     first = {expert_file(v.name, manifest.layers[0].index) for v in manifest.versions}
     first |= {files[0] for v in manifest.dense_versions if (files := manifest.dense_files(v.name))}
-    found = HfApi(token=options.get("token")).get_paths_info(name, sorted(first), revision=commit)
-    there = {f.path for f in found}  # a bundle may be published without some versions
+    look = partial(HfApi(token=options.get("token")).get_paths_info, name, sorted(first), revision=commit)
+    try:
+        there = {f.path for f in patiently(look)}  # a bundle may be published without some versions
+    except Exception as error:
+        raise InputError(f"{name}: {reason(error)}") from None
     could = Bundle(
         root,
         manifest,
@@ -72,7 +80,10 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     if missing:
         what = f"{len(missing)} files of {name}"
         with tqdm(desc=what, total=sum(missing.values()), unit="B", unit_scale=True) as bar:  # type: ignore[no-untyped-call]
-            fetch_files(name, list(missing), commit, bar.update, **options)
+            try:
+                fetch_files(name, list(missing), commit, bar.update, **options)
+            except Exception as error:
+                raise InputError(f"{name}: {reason(error)}") from None
     return open_bundle(root, skip_partial=True)
 
 

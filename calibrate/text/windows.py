@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moepack.pack.errors import InputError, in_a_line
+from moepack.pack.errors import InputError
+from moepack.pack.hub_errors import reason
+from moepack.pack.hub_name import on_hub
 
 from .tokenise import Encoder
 
@@ -52,13 +54,17 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     # Without these files transformers makes an empty tokenizer, to which all text is unknown.
-    if path.is_dir() and not any((path / name).is_file() for name in _TOKENIZER_FILES):
+    if path.is_dir():
+        there = any((path / name).is_file() for name in _TOKENIZER_FILES)
+    else:
+        there = on_hub(str(path), *_TOKENIZER_FILES, instead="") is not None
+    if not there:
         raise InputError(f"{path}: has no tokenizer: put tokenizer.json there")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
         tokenizer("a")  # this reads further settings, and may fail
     except Exception as error:  # transformers may raise anything on such files
-        raise InputError(f"{path}: no tokenizer that transformers can load: {in_a_line(error)}") from None
+        raise InputError(f"{path}: no tokenizer that transformers can load: {reason(error)}") from None
     return tokenizer
 
 

@@ -155,7 +155,7 @@ def generate(
         typer.echo(line(facts), err=True)
 
 
-@loading("dense", "device", "dtype", "profile", "checked")
+@loading("dense", "device", "dtype", "kv", "profile", "checked")
 def bench(
     bundle: Model,
     options: LoadOptions,

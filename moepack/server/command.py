@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from moepack.pack.errors import InputError, MissingExtraError, in_a_line
+from moepack.pack.errors import InputError, MissingExtraError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.planning.sizes import parse_size
 from moepack.shared.opening import read_template
@@ -230,20 +230,17 @@ def opened(asked: Serve, options: Options, report: Callable[[int, int], None] | 
 
 
 def _load(asked: Serve, report: Callable[[int, int], None] | None) -> tuple[ServedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoTokenizer
     from transformers.utils import logging as hf_logging
 
     from moepack.runtime.load import load_bundle
     from moepack.runtime.planning.config import check_config
     from moepack.runtime.planning.exceeded import BudgetExceeded
+    from moepack.shared.opening import tokenizer_of
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
-    check_config(asked.bundle)  # AutoTokenizer reads the configuration
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(asked.bundle)
-    except Exception as error:  # a tokenizer's files may hold anything
-        raise InputError(f"{asked.bundle}: no tokenizer that transformers can load: {in_a_line(error)}") from None
+    check_config(asked.bundle)  # transformers reads the configuration for a tokenizer
+    tokenizer = tokenizer_of(asked.bundle)
     moves = not asked.load.in_budget or asked.load.parsed_policy().is_live
     options = asked.load.filled(kv_tokens=0 if moves else HELD, prefill_tokens=asked.step_tokens, all_logits=False)
     try:

@@ -1,8 +1,9 @@
 """Routers and attention of a served model on a CPU: the modules' own code, with one global name replaced in it.
 
 In a router, `F.linear` becomes the kernels' product. In attention, `ALL_ATTENTION_FUNCTIONS` gives a function that runs
-the kernel for a single new token, and the requested function otherwise. A module whose code does not read these names
-stays as it is, and so does a router whose results would differ by more than rounding.
+the kernel, and the requested function otherwise: in the place of "sdpa" for a single new token, and of a family's own
+"eager" function, which copies keys for each head that shares them, for all tokens. A module whose code does not read
+these names stays as it is, and so does one whose results would differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup, attend, dense
+from moepack.runtime.step.context import current
 
 from .linears import in_place_of, learns, most_tokens
 from .values import Changed
@@ -154,11 +156,92 @@ def is_sdpa(found: Attention) -> bool:
 
 
 def _served(found: Attention) -> Attention:
-    """Return the function in whose place the kernel runs; any other than transformers' own "sdpa" stays as it is."""
-    return _one_token(found) if is_sdpa(found) else found
+    """Return the function in whose place the kernel runs; a registered one that is not "sdpa" stays as it is."""
+    if is_sdpa(found):
+        return _one_token(found)
+    return _in_place_of_eager(found) if inspect.unwrap(found).__name__ == EAGER else found
 
 
 SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not support
+EAGER = "eager_attention_forward"  # the name of plain attention in a model's own file
+MASKED = -1e30  # numbers of a mask that are below hide a key
+
+
+@functools.cache
+def _in_place_of_eager(plain: Attention) -> Attention:
+    """Return an attention function that runs the kernel where a module's trial has found that `plain` does the same."""
+
+    @functools.wraps(plain)
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        step = current()
+        seen = None
+        fits = (
+            getattr(module, "_moepack_eager", False)
+            and step is not None
+            and not step.weighed
+            and step.importance is None
+            and not given.get("dropout")
+            and query.dtype == key.dtype == value.dtype == torch.bfloat16
+            and query.device.type == "cpu"
+            and not torch.compiler.is_compiling()
+            and not learns(query, key, value, *module.parameters())
+            and not any(given.get(name) is not None for name in SPECIAL if name != "s_aux")
+            and query.stride(3) == key.stride(3) == value.stride(3) == 1
+            and given.get("scaling") is not None
+        )
+        if fits and attention_mask is not None:
+            seen = _seen(attention_mask, query, key)
+        if not fits or (seen is None and (attention_mask is not None or query.shape[2] > 1)):
+            return plain(module, query, key, value, attention_mask, **given)
+        return attend(query, key, value, given["scaling"], mask=seen, sinks=given.get("s_aux")), None
+
+    return attention
+
+
+def _seen(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
+    """Return which keys tokens see by a mask of numbers to add; None if it says anything else."""
+    if mask.shape != (query.shape[0], 1, query.shape[2], key.shape[2]) or not mask.dtype.is_floating_point:
+        return None
+    seen = mask == 0
+    return seen if bool((seen | (mask < MASKED)).all()) else None
+
+
+def _agrees_with_eager(module: Any, plain: Attention) -> bool:
+    """Whether a module's own attention function computes what the kernel does: of one token and of more, masked."""
+    groups = int(module.num_key_value_groups)
+    size = int(module.head_dim)
+    generator = torch.Generator().manual_seed(0)
+    sinks = getattr(module, "sinks", None)
+    extra = {} if sinks is None else {"s_aux": sinks}
+    for batch, tokens, length in ((1, 1, 40), (2, 3, 40), (1, 1, 1100)):
+        shapes = ((batch, 2 * groups, tokens, size), (batch, 2, length, size), (batch, 2, length, size))
+        if sinks is not None:
+            groups_of_keys = len(sinks) // groups
+            shapes = ((batch, len(sinks), tokens, size), *((batch, groups_of_keys, length, size),) * 2)
+        query, key, value = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+        seen = torch.ones(tokens, length, dtype=torch.bool).tril_(length - tokens).repeat(batch, 1, 1, 1)
+        seen[-1, :, :, :4] = False
+        mask = torch.zeros(seen.shape, dtype=torch.bfloat16).masked_fill_(~seen, torch.finfo(torch.bfloat16).min)
+        scaling = size**-0.5
+        with torch.no_grad():
+            wanted = plain(module, query, key, value, mask, scaling=scaling, dropout=0.0, **extra)[0]
+            got = attend(query, key, value, scaling, mask=seen, sinks=sinks)
+        if got.shape != wanted.shape or not (got - wanted).abs().max() <= CLOSE * wanted.abs().max():
+            return False
+    return True
+
+
+def _serve_eager(module: Any) -> None:
+    """Mark a module whose own eager function the kernel may stand in for: tried with its sinks, if it has such."""
+    names = inspect.unwrap(type(module).forward).__globals__
+    plain = names.get(EAGER)
+    try:
+        ours = plain is not None and getattr(module.config, "_attn_implementation", None) == "eager"
+        module._moepack_eager = ours and _agrees_with_eager(module, plain)
+    except Exception:  # of any kind, from a family's code
+        module._moepack_eager = False
 
 
 @functools.cache
@@ -216,5 +299,6 @@ def serve_attention(model: nn.Module) -> dict[str, int]:
         kind: Any = type(module)
         if attends_by_name(module) and _reads(module, REGISTRY) is not None:
             module.__class__ = _attention(kind)
+            _serve_eager(module)
             done[kind.__name__] = done.get(kind.__name__, 0) + 1
     return done

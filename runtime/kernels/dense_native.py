@@ -28,7 +28,7 @@ class _Rows(ctypes.Structure):
 class _Attend(ctypes.Structure):
     _fields_ = [
         *((name, _Rows) for name in ("q", "q2", "k", "k2", "v")),
-        *((name, POINTER) for name in ("mask", "out")),
+        *((name, POINTER) for name in ("mask", "sinks", "out")),
         *((name, WORD) for name in ("batch", "groups", "heads", "tokens", "length", "causal")),
         ("mask_at", WORD * 2),
         ("scale", ctypes.c_float),
@@ -217,6 +217,7 @@ def attend(
     scale: float,
     threads: int | None = None,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of a sequence's last tokens: softmax(scale * q k) v, with sums and scores in float32.
 
@@ -230,6 +231,7 @@ def attend(
         value: bfloat16 [batch, groups, length, out]. The last axis of all of these has stride 1. Keys and values may be
             `CodedRows`.
         mask: bool [batch, 1, tokens, length].
+        sinks: [heads], logits that take up attention and belong to no key (gpt-oss).
 
     Returns:
         bfloat16 [batch, tokens, heads, out].
@@ -241,35 +243,41 @@ def attend(
     q, q2 = query if isinstance(query, tuple) else (query, None)
     k, k2 = key if isinstance(key, tuple) else (key, None)
     batch, heads, tokens, cols = q.shape
-    groups, length, out_cols = value.shape[1:]
+    _, groups, length, out_cols = value.shape
     fits = k.shape == (batch, groups, length, cols) and value.shape[0] == batch and 0 < tokens <= length
     fits = fits and not heads % groups and (q2 is None) == (k2 is None)
+    fits = fits and q.stride(3) == k.stride(3) == value.stride(3) == 1
     if q2 is not None and k2 is not None:
         fits = fits and q2.shape[:3] == q.shape[:3] and k2.shape == (*k.shape[:3], q2.shape[3])
+        fits = fits and q2.stride(3) == k2.stride(3) == 1
     if mask is not None:
         fits = fits and mask.dtype == torch.bool and mask.shape == (batch, 1, tokens, length) and mask.stride(3) == 1
-    if not fits or any(t is not None and t.stride(3) != 1 for t in (q, q2, k, k2, value)):
-        shapes = [None if t is None else tuple(t.shape) for t in (q, q2, k, k2, value, mask)]
-        raise ValueError(f"query, key, value and mask {shapes} do not fit")
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+        fits = fits and sinks.shape == (heads,)
+    if not fits:
+        shapes = [None if t is None else tuple(t.shape) for t in (q, q2, k, k2, value, mask, sinks)]
+        raise ValueError(f"query, key, value, mask and sinks {shapes} do not fit")
     if _is_rotated(k):
         q = rotated(q)
     out = q.new_empty(batch, tokens, heads, out_cols)
-    call = _Attend(
-        q=_rows(q),
-        q2=_rows(q2),
-        k=_rows(k),
-        k2=_rows(k2),
-        v=_rows(value),
-        mask=None if mask is None else mask.data_ptr(),
-        out=out.data_ptr(),
-        batch=batch,
-        groups=groups,
-        heads=heads // groups,
-        tokens=tokens,
-        length=length,
-        causal=mask is None,
-        mask_at=(0, 0) if mask is None else (mask.stride(0), mask.stride(2)),
-        scale=scale,
+    call = _Attend(  # by position: a short cache's attention takes no longer than names would
+        _rows(q),
+        NO_ROWS if q2 is None else _rows(q2),
+        _rows(k),
+        NO_ROWS if k2 is None else _rows(k2),
+        _rows(value),
+        None if mask is None else mask.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
+        out.data_ptr(),
+        batch,
+        groups,
+        heads // groups,
+        tokens,
+        length,
+        mask is None,
+        NOWHERE if mask is None else (mask.stride(0), mask.stride(2)),
+        scale,
     )
     if library.moepack_affine_attend(ctypes.byref(call), WORD(threads or torch.get_num_threads())):
         raise MemoryError(f"no memory for the attention of {heads} heads")
@@ -277,17 +285,20 @@ def attend(
 
 
 def _is_rotated(x: Tensor) -> bool:
-    return isinstance(x, CodedRows) and x.bits in ROTATED
+    return type(x) is CodedRows and x.bits in ROTATED
 
 
-def _rows(x: Tensor | None) -> _Rows:
-    """Return where the kernel finds the rows of [batch, heads, tokens, cols]; None has no columns."""
-    if x is None:
-        return _Rows(bits=PLAIN)
-    held = x.rows if isinstance(x, CodedRows) else x
-    bits = x.bits if isinstance(x, CodedRows) else PLAIN
-    steps = [step * held.element_size() for step in held.stride()[:3]]
-    return _Rows(held.data_ptr(), x.shape[3], bits, *steps)
+NO_ROWS = _Rows(bits=PLAIN)
+NOWHERE = (0, 0)
+
+
+def _rows(x: Tensor) -> _Rows:
+    """Return where the kernel finds the rows of [batch, heads, tokens, cols], plain ones of BF16."""
+    if type(x) is CodedRows:
+        batch, head, token, _ = x.rows.stride()
+        return _Rows(x.rows.data_ptr(), x.shape[3], x.bits, batch, head, token)
+    batch, head, token, _ = x.stride()
+    return _Rows(x.data_ptr(), x.shape[3], PLAIN, 2 * batch, 2 * head, 2 * token)
 
 
 class HeadMatrices:

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
+from moepack.pack.errors import InputError
+
 from .affine_native import POINTER, WORD, library
 
 GROUPS = {8: 64, 4: 32}  # numbers that share a scale, by bits
@@ -43,6 +45,8 @@ def row_bytes(cols: int, bits: int) -> int:
 def coded(x: Tensor, bits: int) -> Tensor:
     """Code floats [..., cols] on the CPU; return uint8 [..., row_bytes(cols, bits)]. `cols` is even."""
     cols = x.shape[-1]
+    if cols % 2:
+        raise InputError(f"keys or values of {cols} numbers are coded in no fewer bits: leave kv out")
     x = (x if x.dtype in (torch.bfloat16, torch.float32) else x.float()).contiguous()
     out = x.new_empty(*x.shape[:-1], row_bytes(cols, bits), dtype=torch.uint8)
     if not isinstance(x, FakeTensor):  # of a skeleton, which has shapes alone
@@ -73,7 +77,7 @@ def _count(x: Tensor) -> int:
 
 def _check(failed: int, cols: int) -> None:
     if failed:
-        raise ValueError(f"keys or values of {cols} numbers are too wide to be coded")
+        raise InputError(f"keys or values of {cols} numbers are too wide to be coded: leave kv out")
 
 
 class CodedRows(Tensor):

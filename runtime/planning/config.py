@@ -10,7 +10,8 @@ from typing import Any
 
 from moepack.families.model_class import check_top_k, decoder_layers
 from moepack.pack.config_counts import check_counts
-from moepack.pack.errors import InputError, in_a_line
+from moepack.pack.errors import InputError
+from moepack.pack.hub_errors import reason
 from moepack.pack.manifest import CONFIG, Manifest
 
 
@@ -30,7 +31,7 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
         config = AutoConfig.from_pretrained(bundle, **options)
         layers = decoder_layers(config)
     except Exception as error:  # the classes that validation raises depend on transformers' version
-        raise InputError(f"{bundle}: its config cannot be read: {in_a_line(error)}") from None
+        raise InputError(f"{bundle}: its config cannot be read: {reason(error)}") from None
     if not isinstance(config.dtype, torch.dtype | None):
         raise InputError(f"{bundle}: its config has no dtype that torch knows")
     names = [] if config.architectures is None else config.architectures

@@ -148,6 +148,7 @@ class Step:
     # The `ResidencyManager`, if the policy lets passes wait for experts. Its `load` returns once the layer's current
     # snapshot is what the policy wants for the layer's routing; the layer then reads that snapshot
     loader: Loader | None = None
+    weighed: bool = False  # whether the pass was asked for its attention's weights
     importance: HeavyHitters | None = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
     logits: tuple[int, Tensor | None] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences

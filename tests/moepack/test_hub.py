@@ -293,6 +293,14 @@ REFUSALS = {
     "busy for one file": ("pull", {"refuse": always(503, "GET /someone/mini/resolve")}, "out of order (503", RETRIED),
     "busy for names": ("pull", {"refuse": always(504, "/paths-info/")}, "out of order (504", RETRIED),
     "busy for a token": ("push-xet", {"refuse": always(503, "-token/")}, "out of order (503", RETRIED),
+    "a wrong token for a tokenizer": ("generate", {"refuse": always(401, "/tokenizer")}, "the token that HF_TOKEN", []),
+    "busy for a tokenizer": ("generate", {"refuse": always(503, "/tokenizer")}, "out of order (503", RETRIED),
+    "a wrong token for weights": ("generate", {"refuse": always(401, "/model.saf")}, "the token that HF_TOKEN", []),
+    "no right to weights": ("generate", {"refuse": always(403, "/model.saf")}, "no right to read here (403", []),
+    "busy for experts' names": ("generate", {"refuse": always(429, "/paths-info/")}, "limits requests (429", RETRIED),
+    "no right to experts": ("generate", {"refuse": always(403, "/experts/")}, "no right to read here (403", []),
+    "a wrong token for experts": ("generate", {"refuse": always(401, "/experts/")}, "the token that HF_TOKEN", []),
+    "cut off while loading": ("generate", {"cut": lambda method, path: "/adapter" in path}, "cannot be reached", []),
     "a reader, of Xet": ("push-xet", {"token": "hf_reader"}, "no right to write here (403", []),
 }  # fmt: skip
 
@@ -309,6 +317,8 @@ def test_a_refusal_is_one_line_that_says_what_to_do(case, client, bundle, tmp_pa
     monkeypatch.setattr("time.sleep", slept.append)
     if what == "pull":
         result = client.pull(tmp_path / "got")
+    elif what == "generate":
+        result = cli("generate", "someone/mini", "--prompt", "The river", "--max-new-tokens", "2")
     else:
         client.hub.files["someone/mini"] = {}
         result = cli("push", bundle, "someone/new" if what == "push-new" else "someone/mini", "-q")

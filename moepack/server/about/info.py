@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from moepack.runtime.serving import Serving
 
 Aside = Callable[[Callable[[], Any]], Awaitable[Any]]
+SHOWN = 128  # characters of a client's name for a model that an error repeats
 
 
 class Info:
@@ -56,7 +57,7 @@ class Info:
     def check_model(self, name: str | None) -> None:
         """Refuse the name of another model; None means this one. Raises ApiError."""
         if name not in (None, self._name):
-            why = f"the model {name!r} is not here: {self._name!r} is"
+            why = f"the model {str(name)[:SHOWN]!r} is not here: {self._name!r} is"
             raise ApiError(404, why, "model", "model_not_found")
 
     async def _page(self, request: Request) -> Response:

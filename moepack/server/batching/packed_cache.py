@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
+from moepack.runtime.experts import backends
 from moepack.runtime.kv.forms import PLAIN, Bits
 from moepack.runtime.kv.growing import as_given, coded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
@@ -43,6 +44,7 @@ NAME = "moepack_rows"  # packed attention's name in transformers' registry
 GRAIN = 32  # a row has room (allocated memory) for a multiple of this many tokens
 # Kinds of layers: those of the last four keep a state of fixed size, or nothing
 KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "moe", "mlp"}
+FEW = 16  # new tokens up to which the kernel attends, which reads keys where they lie; with sinks it always does
 AHEAD = 64  # when a row grows: the least tokens of room beyond the need
 # Arguments of attention that packed attention does not need: the rows imply masks and windows.
 IGNORED = (
@@ -462,6 +464,9 @@ def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, sinks: Tensor | None) -> Tensor:
     """Attend with a sequence's last queries [1, heads, n, dim] over its keys [1, kv heads, length, dim]."""
+    made = _by_kernel(q, k, v, scaling, window, sinks)
+    if made is not None:
+        return made
     n = q.shape[2]
     length = k.shape[2]
     heads = k.shape[1]
@@ -486,6 +491,27 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )
     return out.transpose(1, 2)
+
+
+def _by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, sinks: Tensor | None
+) -> Tensor | None:
+    """Attend by the compiled kernel, as `_attend` does; None where torch is faster, or for other tensors."""
+    n = q.shape[2]
+    length = k.shape[2]
+    fits = q.dtype == torch.bfloat16 and q.device.type == "cpu" and q.stride(3) == k.stride(3) == v.stride(3) == 1
+    if not fits or (sinks is None and n > FEW) or backends.library() is None:
+        return None
+    from moepack.runtime.kernels.dense_native import attend
+
+    mask = None
+    if window is not None and length > window:
+        if n == 1:
+            k = k[:, :, -window:]
+            v = v[:, :, -window:]
+        else:
+            mask = torch.ones(1, 1, n, length, dtype=torch.bool).tril_(length - n).triu_(length - n - window + 1)
+    return attend(q, k, v, q.shape[3] ** -0.5 if scaling is None else scaling, mask=mask, sinks=sinks)
 
 
 def _expanded(

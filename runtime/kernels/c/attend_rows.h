@@ -218,6 +218,7 @@ TARGET static void NAME(attend)(const Attend *m, const Unit *u, float *room, flo
     memset(keys, 0, (size_t)(KEYS * q_wide) * sizeof(float));
     for (int64_t at = u->from; at < u->to; at += STRIP) {
         const int64_t n = least(STRIP, u->to - at);
+        if (!sees(m, u, at, n)) continue;
         const Strip k = NAME(strip)(&m->k, row_of(&m->k, u->batch, u->group, at), n, opened);
         uint16_t *behind = opened + (m->k.bits < 16) * STRIP * m->k.cols;
         Strip k2 = k, v = k;

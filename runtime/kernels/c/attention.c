@@ -33,6 +33,7 @@ typedef struct {
 typedef struct {
     Rows q, q2, k, k2, v; /* q2 and k2: a second part of queries and keys. q and q2 are BF16 */
     const uint8_t *mask;  /* which keys a token sees; 0: all, or with `causal` those up to its own */
+    const float *sinks;   /* a head's logit that belongs to no key; 0: none */
     uint16_t *out;        /* [batch][tokens][groups * heads][v.cols] */
     int64_t batch, groups, heads, tokens, length, causal;
     int64_t mask_at[2]; /* of batch and token */
@@ -66,6 +67,16 @@ static inline __attribute__((always_inline)) void hide(const Attend *m, const Un
     if (!m->mask) return;
     const uint8_t *mask = m->mask + u->batch * m->mask_at[0] + i * m->mask_at[1] + at;
     for (int64_t j = 0; j < seen; j++) scores[j] = mask[j] ? scores[j] : -INFINITY;
+}
+
+/* Whether one of a unit's rows sees one of keys [at, at + n). */
+static int sees(const Attend *m, const Unit *u, int64_t at, int64_t n) {
+    for (int64_t r = 0; r < u->rows; r++) {
+        const int64_t i = (u->row + r) % m->tokens;
+        if (m->causal && at > m->length - m->tokens + i) continue;
+        if (!m->mask || memchr(m->mask + u->batch * m->mask_at[0] + i * m->mask_at[1] + at, 1, (size_t)n)) return 1;
+    }
+    return 0;
 }
 
 static inline int64_t wide_of(int64_t cols) { return (cols + 31) & -32; }
@@ -249,6 +260,7 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
     }
     for (int64_t at = u->from; at < u->to; at += STRIP) {
         const int64_t n = least(STRIP, u->to - at);
+        if (!sees(m, u, at, n)) continue;
         const Strip keys = strip_bf16(&m->k, row_of(&m->k, u->batch, u->group, at), n, opened);
         uint16_t *behind = opened + (m->k.bits < 16) * STRIP * m->k.cols;
         Strip keys2 = keys, values = keys;
@@ -327,6 +339,11 @@ static void finish(const AttendRun *run, const Unit *u, float *parts) {
             const float most = parts[s * run->each + r];
             top = most > top ? most : top;
         }
+        const int64_t h = u->group * m->heads + (u->row + r) / m->tokens, i = (u->row + r) % m->tokens;
+        if (m->sinks) {
+            top = m->sinks[h] > top ? m->sinks[h] : top;
+            sum = exponential(m->sinks[h] - top);
+        }
         float *acc = parts + 2 * ROWS + r * wide;
         for (int64_t s = 0; s < run->spans; s++) {
             const float *part = parts + s * run->each;
@@ -336,7 +353,6 @@ static void finish(const AttendRun *run, const Unit *u, float *parts) {
             for (int64_t c = 0; c < m->v.cols; c++) acc[c] = s ? acc[c] + other[c] * by : other[c] * by;
         }
         const float by = sum == 0.0f ? 0.0f : 1.0f / sum; /* a row that sees no key is zero */
-        const int64_t h = u->group * m->heads + (u->row + r) / m->tokens, i = (u->row + r) % m->tokens;
         uint16_t *out = m->out + ((u->batch * m->tokens + i) * m->groups * m->heads + h) * m->v.cols;
         for (int64_t c = 0; c < m->v.cols; c++) out[c] = narrow(acc[c] * by);
     }

@@ -1,11 +1,13 @@
 """Routers and attention: their own code around a kernel, equal results, and what is left alone."""
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support import load_for_logits
+from tiny_models import random_model
 from torch import nn
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,6 +19,7 @@ from moepack.runtime.experts import backends
 if backends.backend(torch.device("cpu")) != "native":
     pytest.skip("no compiled kernels", allow_module_level=True)
 
+from moepack.runtime.dense import borrowed
 from moepack.runtime.dense.borrowed import _one_token, _Registry, _served, serve_attention, serve_routers
 from moepack.runtime.dense.linears import ServedLinear
 from moepack.runtime.kernels import affine_native as native
@@ -24,6 +27,7 @@ from moepack.runtime.kernels import trial
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.kernels.reference import dequantise, sections_of
+from moepack.runtime.step.context import Step, opened
 
 F = nn.functional
 
@@ -90,6 +94,12 @@ def test_attention_of_more_tokens_over_keys_in_two_parts(level, heads, groups, t
         wanted = F.scaled_dot_product_attention(asked, key, value, mask, scale=0.09).transpose(1, 2)
         made = attend((query[..., :cols], query[..., cols:]), keys, keys[0], 0.09, mask=given)
         assert near(made, wanted, keys[0], level)
+        sinks = torch.randn(heads)
+        scores = (asked @ key.transpose(2, 3) * 0.09).masked_fill(~mask, -torch.inf)
+        beside = sinks.double().view(1, -1, 1, 1).expand(2, -1, tokens, 1)
+        shares = torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
+        made = attend((query[..., :cols], query[..., cols:]), keys, keys[0], 0.09, mask=given, sinks=sinks)
+        assert near(made, (shares @ value).transpose(1, 2), keys[0], level)
     nothing = torch.zeros_like(order)
     assert not attend((query[..., :cols], query[..., cols:]), keys, keys[0], 0.09, mask=nothing).any()
     keys[0][0, 0, 0] = torch.nan
@@ -234,3 +244,65 @@ def test_a_budget_leaves_matrices_where_kernels_read_them(bundle):
     served = [m for m in model.modules() if isinstance(m, ServedLinear)]
     assert served and all(m._moepack_place is not None and m._moepack_place.holds(m) for m in served)
     model.moepack.close()
+
+
+def _windowed(dtype):
+    """A random gpt-oss of a sliding and a full layer, with sinks that matter."""
+    model, _ = random_model("gpt_oss", dtype)
+    for module in model.modules():
+        if hasattr(module, "sinks"):
+            module.sinks.data = torch.randn(module.sinks.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    return model.eval()
+
+
+def test_a_familys_own_attention_runs_by_the_kernel(monkeypatch):
+    """Sinks, windows and padding, prompts and tokens: no more error than the family's code. Who asks for weights gets
+    them, and so does who ranks tokens by them."""
+    own = _windowed(torch.bfloat16)
+    exact, model = copy.deepcopy(own).float(), copy.deepcopy(own)
+    serve_attention(model)
+    layers = [layer.self_attn for layer in model.model.layers]
+    assert own.config._attn_implementation == "eager" and all(module._moepack_eager for module in layers)
+    ids = torch.randint(1, 250, (2, 60), generator=torch.Generator().manual_seed(0))
+    text = torch.ones_like(ids)
+    text[1, :5] = 0
+    calls = []
+    monkeypatch.setattr(borrowed, "attend", lambda *args, **more: calls.append(1) or attend(*args, **more))
+
+    def passes(of):
+        cache, out = DynamicCache(config=of.config), []
+        for part in (slice(0, 50), slice(50, 51), slice(51, 60)):
+            with torch.no_grad(), opened(Step()):
+                out.append(of(ids[:, part], attention_mask=text[:, : part.stop], cache=cache).logits)
+        return torch.cat(out, 1)[:, 5:].double()
+
+    wanted, plain, made = (passes(of) for of in (exact, own, model))
+    assert len(calls) == 3 * len(layers)
+    errors = [float((found - wanted).norm()) for found in (made, plain)]
+    assert errors[0] <= 1.2 * errors[1]
+    calls.clear()
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, own(ids).logits) and not calls, "outside of a step"
+        for step in (Step(weighed=True), Step(importance=SimpleNamespace(saw=lambda *_: None))):
+            with opened(step):
+                assert torch.equal(model(ids).logits, own(ids).logits) and not calls
+    weights = torch.full((1, 1, 1, 40), -0.5, dtype=torch.bfloat16)  # a bias by distance, which hides no key
+    query = torch.randn(1, 4, 1, layers[0].head_dim).bfloat16()
+    assert borrowed._seen(weights, query, torch.randn(1, 2, 40, 8)) is None
+
+
+def test_a_family_that_attends_otherwise_keeps_its_own_code(monkeypatch):
+    """The fault: a function taken for plain attention by its name."""
+    from transformers.models.gpt_oss import modeling_gpt_oss as code
+
+    plain = code.eager_attention_forward
+
+    def louder(*args, **given):
+        out, weights = plain(*args, **given)
+        return 1.1 * out, weights
+
+    monkeypatch.setattr(code, "eager_attention_forward", louder)
+    monkeypatch.setattr(borrowed, "_attention", borrowed._attention.__wrapped__)  # which keeps a class's names
+    model = _windowed(torch.bfloat16)
+    serve_attention(model)
+    assert not any(layer.self_attn._moepack_eager for layer in model.model.layers)

@@ -322,8 +322,8 @@ def test_models_and_errors(running):
     assert [m.id for m in client.models.list()] == [NAME] and client.models.retrieve(NAME).id == NAME
     with pytest.raises(openai.NotFoundError, match="'other' is not here: 'mini' is"):
         complete(client, model="other")
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError, match=f"'{'o' * 128}' is not here"):
+        client.models.retrieve("o" * 4000)
     context = running.server.scheduler.limits.context
     with pytest.raises(openai.BadRequestError, match=f"maximum context length is {context} tokens") as caught:
         complete(client, prompt=[5] * context)

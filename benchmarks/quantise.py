@@ -67,7 +67,8 @@ def of_checkpoint(path: Path, calibration: list[str], data: list[str], windows: 
     from moepack.calibrate.experts import hidden
     from moepack.calibrate.forward import CalibrationPass
     from moepack.calibrate.stream import StreamedModel
-    from moepack.calibrate.text.windows import calibration_windows, load_tokenizer
+    from moepack.calibrate.text.windows import calibration_windows
+    from moepack.families.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     length = 256

@@ -93,8 +93,8 @@ def predicted(bundle: str, args: argparse.Namespace) -> tuple[list[Row], list[Ta
     import torch
 
     import moepack
-    from moepack.calibrate.text.windows import load_tokenizer
     from moepack.families.arguments import cache_in, with_cache
+    from moepack.families.tokenizer import load_tokenizer
     from moepack.reports.plan import plan
     from moepack.runtime.planning.options import LoadOptions
 

@@ -44,7 +44,7 @@ class Session:
         with Reporter().hub_bars():
             self._source = locate(path)
             check(self._source, options)
-            from moepack.calibrate.text.windows import load_tokenizer
+            from moepack.families.tokenizer import load_tokenizer
 
             self.tokenizer = load_tokenizer(Path(self._source.path))
         if chat_template is not None:

@@ -226,7 +226,8 @@ def of_model(
     """
     from transformers import AutoModelForCausalLM
 
-    from moepack.calibrate.text.windows import calibration_windows, load_tokenizer
+    from moepack.calibrate.text.windows import calibration_windows
+    from moepack.families.tokenizer import load_tokenizer
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, experts_implementation="eager")
     tokenizer = load_tokenizer(checkpoint)

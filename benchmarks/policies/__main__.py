@@ -21,7 +21,8 @@ from pathlib import Path
 import moepack
 from benchmarks.common import Row, built, finish, model_arguments, show, texts
 from benchmarks.decoding import Decoded, Text
-from moepack.calibrate.text.windows import load_tokenizer, windows
+from moepack.calibrate.text.windows import windows
+from moepack.families.tokenizer import load_tokenizer
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.allocate import bundle_costs, expected_losses, named
 from moepack.runtime.allocation.knapsack import greedy

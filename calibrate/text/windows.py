@@ -12,15 +12,12 @@ import random
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moepack.pack.errors import InputError
-from moepack.pack.hub_errors import reason
-from moepack.pack.hub_name import on_hub
 
 from .tokenise import Encoder
 
@@ -41,31 +38,6 @@ class Windows:
     def digest(self) -> str:
         """SHA-256 of the ids' bytes, which identifies the windows in a manifest."""
         return hashlib.sha256(self.ids.contiguous().numpy().tobytes()).hexdigest()
-
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
-
-
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model's directory or Hub id.
-
-    Raises InputError without a tokenizer, or if transformers cannot load it.
-    """
-    from transformers import AutoTokenizer
-
-    # Without these files transformers makes an empty tokenizer, to which all text is unknown.
-    if path.is_dir():
-        there = any((path / name).is_file() for name in _TOKENIZER_FILES)
-    else:
-        there = on_hub(str(path), *_TOKENIZER_FILES, instead="") is not None
-    if not there:
-        raise InputError(f"{path}: has no tokenizer: put tokenizer.json there")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        tokenizer("a")  # this reads further settings, and may fail
-    except Exception as error:  # transformers may raise anything on such files
-        raise InputError(f"{path}: no tokenizer that transformers can load: {reason(error)}") from None
-    return tokenizer
 
 
 def windows(source: str, tokenizer: PreTrainedTokenizerBase, length: int, most: int) -> Tensor:

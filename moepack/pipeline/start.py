@@ -45,9 +45,10 @@ def calibration_text(
     `calibration`: files or Hub data sets in place of the recipe's.
     """
     from moepack.calibrate.text import windows as data
+    from moepack.families.tokenizer import load_tokenizer
 
     how = recipe.calibration
-    tokenizer = data.load_tokenizer(checkpoint.path)
+    tokenizer = load_tokenizer(checkpoint.path)
     sources = [TextSource(str(s)) for s in calibration] or how.data
     names = [s.source for s in sources]
     weights = [s.weight for s in sources]

@@ -213,7 +213,8 @@ def _window(source: str | Path, length: int) -> int:
 
 def text_windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Windows]]:
     """Read each file as windows, with the document of each token; raise InputError if a file has no full window."""
-    from moepack.calibrate.text.windows import document_windows, load_tokenizer
+    from moepack.calibrate.text.windows import document_windows
+    from moepack.families.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(Path(source.path))
     pools = [(name, document_windows(name, tokenizer, length, samples)) for name in data]

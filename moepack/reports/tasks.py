@@ -59,7 +59,7 @@ def run_tasks(
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise MissingExtraError("lm-eval", "eval") from None
-    from moepack.calibrate.text.windows import load_tokenizer
+    from moepack.families.tokenizer import load_tokenizer
     from moepack.runtime.checked_logits import NO_LOGITS, finite_rows
 
     shown = reporter or Reporter()

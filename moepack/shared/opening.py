@@ -86,7 +86,7 @@ def load_model(source: Source, options: LoadOptions, progress: Callable[[int, in
 
 def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer, by its directory or Hub id; raise InputError without one."""
-    from moepack.calibrate.text.windows import load_tokenizer
+    from moepack.families.tokenizer import load_tokenizer
 
     return load_tokenizer(Path(path))
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from moepack.calibrate.text import windows as data
 from moepack.calibrate.text.documents import Conversation, documents, split_lines
 from moepack.calibrate.text.tokenise import AROUND, PART, Encoder, parts
+from moepack.families.tokenizer import load_tokenizer
 from moepack.pack.errors import InputError
 
 WIKI = " \n = One = \n \n Text of one . \n \n = = Section = = \n \n More . \n \n = Two = \n \n Text of two = 2 = \n"
@@ -300,7 +301,7 @@ def test_chats_that_cannot_be_had(tmp_path):
 
 def test_windows_of_one_source_are_as_they_were(demo_model, text, evaluation):
     """Text of rows, equal weights, no BOS: the windows that earlier bundles were calibrated on, written out here."""
-    tokenizer, length, samples = data.load_tokenizer(demo_model), 64, 9
+    tokenizer, length, samples = load_tokenizer(demo_model), 64, 9
     pools = []
     for k, path in enumerate((text, evaluation)):
         stream = []

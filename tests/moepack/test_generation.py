@@ -9,8 +9,8 @@ from gpu_stand_in import install
 from support import ROOT, cli, ok
 
 import moepack
-from moepack.calibrate.text.windows import load_tokenizer
 from moepack.chat import local_model, server, talk
+from moepack.families.tokenizer import load_tokenizer
 from moepack.generation import GREEDY, Session, generate
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions

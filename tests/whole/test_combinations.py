@@ -15,8 +15,9 @@ from served import ask
 from support import for_logits, load_for_logits
 
 import moepack
-from moepack.calibrate.text.windows import document_windows, load_tokenizer
+from moepack.calibrate.text.windows import document_windows
 from moepack.families.arguments import with_cache
+from moepack.families.tokenizer import load_tokenizer
 from moepack.generation import generate
 from moepack.pack.errors import InputError
 from moepack.pipeline.build import build

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup, attend, dense
+from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.step.context import current
 
 from .linears import in_place_of, learns, most_tokens
@@ -181,7 +182,6 @@ def _in_place_of_eager(plain: Attention) -> Attention:
             getattr(module, "_moepack_eager", False)
             and step is not None
             and not step.weighed
-            and step.importance is None
             and not given.get("dropout")
             and query.dtype == key.dtype == value.dtype == torch.bfloat16
             and query.device.type == "cpu"
@@ -195,7 +195,10 @@ def _in_place_of_eager(plain: Attention) -> Attention:
             seen = _seen(attention_mask, query, key)
         if not fits or (seen is None and (attention_mask is not None or query.shape[2] > 1)):
             return plain(module, query, key, value, attention_mask, **given)
-        return attend(query, key, value, given["scaling"], mask=seen, sinks=given.get("s_aux")), None
+        made = attend(query, key, value, given["scaling"], mask=seen, sinks=given.get("s_aux"))
+        if step is not None and step.importance is not None:  # it ranks tokens by their keys
+            step.importance.saw(module, query, numbers_of(key), attention_mask, given)
+        return made, None
 
     return attention
 

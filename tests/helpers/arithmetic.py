@@ -59,6 +59,10 @@ class Machine:
         self.kept -= 64 * (evicted := self.kept > 0)
         return evicted
 
+    def close(self):
+        while self.evict():
+            pass
+
     def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
         slot = CacheSlot()
         slot.cache = slot

@@ -233,8 +233,8 @@ class Scheduler:
                 if self._dropping:
                     self._drop(self._running, stopping("this server was stopped"))
                 if not self._running:
-                    self._engine.close()
                     self._post_events()
+                    self._engine.close()  # which may write for a while
                     return
             self._drop_cancelled()
             self._admit()

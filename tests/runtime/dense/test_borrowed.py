@@ -257,7 +257,7 @@ def _windowed(dtype):
 
 def test_a_familys_own_attention_runs_by_the_kernel(monkeypatch):
     """Sinks, windows and padding, prompts and tokens: no more error than the family's code. Who asks for weights gets
-    them, and so does who ranks tokens by them."""
+    them; who ranks tokens by keys sees these, at no change."""
     own = _windowed(torch.bfloat16)
     exact, model = copy.deepcopy(own).float(), copy.deepcopy(own)
     serve_attention(model)
@@ -283,9 +283,13 @@ def test_a_familys_own_attention_runs_by_the_kernel(monkeypatch):
     calls.clear()
     with torch.no_grad():
         assert torch.equal(model(ids).logits, own(ids).logits) and not calls, "outside of a step"
-        for step in (Step(weighed=True), Step(importance=SimpleNamespace(saw=lambda *_: None))):
-            with opened(step):
-                assert torch.equal(model(ids).logits, own(ids).logits) and not calls
+        with opened(Step(weighed=True)):
+            assert torch.equal(model(ids).logits, own(ids).logits) and not calls
+        seen = []
+        with opened(Step()):
+            unwatched = model(ids).logits
+        with opened(Step(importance=SimpleNamespace(saw=lambda *call: seen.append(call[2].shape)))):
+            assert torch.equal(model(ids).logits, unwatched) and len(seen) == len(layers)
     weights = torch.full((1, 1, 1, 40), -0.5, dtype=torch.bfloat16)  # a bias by distance, which hides no key
     query = torch.randn(1, 4, 1, layers[0].head_dim).bfloat16()
     assert borrowed._seen(weights, query, torch.randn(1, 2, 40, 8)) is None

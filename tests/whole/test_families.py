@@ -39,14 +39,16 @@ def test_family(family, demo_model, text, evaluation, tmp_path):
     assert verify(tmp_path / "bundle", checkpoint) == []
 
     ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    # In float32, because in BF16 a router's level choices flip with each instruction set (test_every_family compares
+    # BF16 with the choices given).
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     with torch.inference_mode():
         want = plain(ids).logits
         errors = [
-            relative(moepack.load(tmp_path / "bundle", dtype=torch.bfloat16, policy=f"static:{v}")(ids).logits, want)
+            relative(moepack.load(tmp_path / "bundle", dtype=torch.float32, policy=f"static:{v}")(ids).logits, want)
             for v in ("bf16", "w4", "w2", "w1")
         ]
-    assert errors[0] <= 2e-2 and errors == sorted(errors), errors
+    assert errors[0] <= 1e-4 and errors == sorted(errors), errors
 
     score = evaluate(tmp_path / "bundle", [str(evaluation)], LoadOptions(policy="static:w4"), length=32, samples=8)
     assert score.tokens == 8 * 31 and score.perplexity > 1 and score.policy == "static:w4"

@@ -456,20 +456,7 @@ int moepack_affine_heads(const Heads *m, int64_t threads) {
     return 0;
 }
 
-/* Multiply a row by Sylvester's Hadamard matrix over the root of its size, in blocks of the largest power of two that
- * divides `cols`, at most 256. Twice, the row is as before. */
-static void rotate(float *row, int64_t cols) {
-    const int64_t size = least(cols & -cols, 256);
-    const float by = 1.0f / sqrtf((float)size);
-    for (int64_t half = 1; half < size; half *= 2)
-        for (int64_t at = 0; at < cols; at += 2 * half)
-            for (int64_t i = at; i < at + half; i++) {
-                const float one = row[i], two = row[i + half];
-                row[i] = one + two;
-                row[i + half] = one - two;
-            }
-    for (int64_t i = 0; i < cols; i++) row[i] *= by;
-}
+#define WIDEST 8192 /* the most numbers of a row */
 
 static void widen_row(const void *x, int64_t bf16, int64_t at, int64_t cols, float *row) {
     for (int64_t i = 0; i < cols; i++) row[i] = bf16 ? widen(((const uint16_t *)x)[at + i]) : ((const float *)x)[at + i];
@@ -482,18 +469,9 @@ static void put_row(void *out, int64_t bf16, int64_t at, int64_t cols, const flo
         memcpy((float *)out + at, row, (size_t)cols * sizeof(float));
 }
 
-#define WIDEST 8192 /* the most numbers of a row */
-
-/* Rotate `rows` rows of `cols` numbers, BF16 or float32, where they are. Returns 1 for rows that are too wide. */
-int moepack_kv_rotate(void *x, int64_t bf16, int64_t rows, int64_t cols) {
-    if (cols > WIDEST) return 1;
-    for (int64_t r = 0; r < rows; r++) {
-        float row[WIDEST];
-        widen_row(x, bf16, r * cols, cols, row);
-        rotate(row, cols);
-        put_row(x, bf16, r * cols, cols, row);
-    }
-    return 0;
+/* Rotate `rows` rows of `cols` numbers, BF16 or float32, where they are. */
+void moepack_kv_rotate(void *x, int64_t bf16, int64_t rows, int64_t cols) {
+    for (int64_t r = 0; r < rows; r++) moepack_hadamard((uint8_t *)x + r * cols * (bf16 ? 2 : 4), cols, (int)bf16);
 }
 
 /* Code `rows` rows of `cols` numbers, BF16 or float32, into rows of `Rows`. Returns 1 for rows that are too wide. */
@@ -503,7 +481,7 @@ int moepack_kv_code(const void *x, int64_t bf16, int64_t rows, int64_t cols, int
     for (int64_t r = 0; r < rows; r++, out += each) {
         float row[WIDEST];
         widen_row(x, bf16, r * cols, cols, row);
-        if (bits == 4) rotate(row, cols);
+        if (bits == 4) moepack_hadamard(row, cols, 0);
         for (int64_t c = 0; c < cols; c += group) {
             const uint16_t scale = code_group(row + c, least(group, cols - c), bits, out + c * bits / 8);
             memcpy(out + cols * bits / 8 + c / group * 2, &scale, 2);
@@ -532,7 +510,7 @@ int moepack_kv_open(const uint8_t *from, int64_t rows, int64_t cols, int64_t bit
                 row[c + n / 2 + i] = (float)((byte >> 4) - 8) * scale;
             }
         }
-        if (bits == 4) rotate(row, cols);
+        if (bits == 4) moepack_hadamard(row, cols, 0);
         put_row(out, bf16, r * cols, cols, row);
     }
     return 0;

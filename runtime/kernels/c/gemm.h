@@ -172,6 +172,10 @@ typedef struct {
 
 void moepack_rotate(const Rotate *m);
 
+/* Rotates a row of BF16 or float32 numbers by Hadamard's matrix alone, in blocks of the largest power of two that divides
+ * `cols`, from 16 to 256; others stay as they are. Twice, the row is as before. */
+void moepack_hadamard(void *row, int64_t cols, int bf16);
+
 void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t cols, int64_t form,
                          double epsilon);
 

@@ -96,7 +96,8 @@ SMALL void rotate(void *row, int64_t cols, int64_t block, const uint32_t *signs,
     for (int64_t at = 0; at + block <= cols; at += block) {
         uint16_t *narrowed = (uint16_t *)row + at;
         uint32_t *words = (uint32_t *)row + at, turned[256];
-        for (int64_t c = 0; c < block; c++) turned[c] = (bf16 ? (uint32_t)narrowed[c] << 16 : words[c]) ^ signs[at + c];
+        for (int64_t c = 0; c < block; c++) turned[c] = bf16 ? (uint32_t)narrowed[c] << 16 : words[c];
+        for (int64_t c = 0; signs && c < block; c++) turned[c] ^= signs[at + c];
         memcpy(x, turned, sizeof(float) * (size_t)block);
         hadamard(x, block);
         for (int64_t c = 0; c < block; c++) x[c] *= by;
@@ -138,6 +139,11 @@ void moepack_small_level(int level) {
     if (level > 0) small = &small_avx2;
     if (level > 1) small = &small_avx512;
 #endif
+}
+
+void moepack_hadamard(void *row, int64_t cols, int bf16) {
+    const int64_t block = least(cols & -cols, 256);
+    if (block >= 16) small->rotate(row, cols, block, 0, bf16);
 }
 
 void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t cols, int64_t form,

@@ -22,14 +22,16 @@ def groups_of(cols, bits):
 
 
 def turned(x):
-    """Sylvester's matrix in blocks, by butterflies."""
+    """Sylvester's matrix in blocks of 16 and more, by butterflies."""
     size = min(x.shape[-1] & -x.shape[-1], 256)
+    if size < 16:
+        return x.float()
     half = 1
     while half < size:
         one, two = x.float().unflatten(-1, (-1, 2, half)).unbind(-2)
         x = torch.stack([one + two, one - two], -2).flatten(-3)
         half *= 2
-    return x.float() * (1 / torch.tensor(float(size)).sqrt())
+    return x.float() * torch.tensor(size**-0.5, dtype=torch.float32)
 
 
 def coded_by_torch(x, bits):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,18 @@ class _Delta(ctypes.Structure):
 
 
 library.moepack_delta.argtypes = [POINTER, WORD]
+
+
+class StateSizes(Protocol):
+    """The sizes of what a layer keeps of a sequence."""
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The shape of its last inputs of the convolution."""
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """The shape of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +163,8 @@ class DeltaRule:
             call.logs = logs.data_ptr()
         if (logs is None) != (len(self._places) == len(ROLES)):
             raise ValueError("decays are given as logarithms where a layer has none of its own")
-        window_at = addresses(windows, sizes.window, torch.bfloat16)
-        state_at = addresses(states, sizes.state, torch.float32)
-        count = len(first) - 1
-        if len(window_at) != count or len(state_at) != count:
-            raise ValueError(f"{len(window_at)} windows and {len(state_at)} states for {count} sequences")
+        place_sequences(call, sizes, first, windows, states)
         out = projections[0].new_empty(tokens, heads * v_dim)
-        firsts = (WORD * (count + 1))(*first)
-        call.sequences = count
-        call.first = ctypes.addressof(firsts)
-        call.windows = ctypes.addressof(window_at)
-        call.states = ctypes.addressof(state_at)
         call.out = out.data_ptr()
         if library.moepack_delta(ctypes.addressof(call), threads or torch.get_num_threads()):
             raise MemoryError(f"no memory for linear attention of {tokens} tokens")
@@ -174,7 +178,24 @@ def _end(role: str, lies: Lies, sizes: DeltaSizes) -> int:
     return lies.first + (sizes.keys - 1) * lies.step + many.get(role, sizes.shared)
 
 
-def addresses(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
+def place_sequences(
+    call: Any, sizes: StateSizes, first: Sequence[int], windows: Sequence[Tensor], states: Sequence[Tensor]
+) -> None:
+    """Set a call's sequences, which the call keeps alive. Raises ValueError for tensors of other sizes."""
+    window_at = _addresses(windows, sizes.window, torch.bfloat16)
+    state_at = _addresses(states, sizes.state, torch.float32)
+    count = len(first) - 1
+    if len(window_at) != count or len(state_at) != count:
+        raise ValueError(f"{len(window_at)} windows and {len(state_at)} states for {count} sequences")
+    firsts = (WORD * (count + 1))(*first)
+    call.sequences = count
+    call.first = ctypes.addressof(firsts)
+    call.windows = ctypes.addressof(window_at)
+    call.states = ctypes.addressof(state_at)
+    call.kept = firsts, window_at, state_at
+
+
+def _addresses(tensors: Sequence[Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> ctypes.Array[ctypes.c_void_p]:
     """The address of each sequence's part of tensors [sequences, *shape]; raises ValueError for other tensors."""
     found = []
     for t in tensors:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .affine_native import POINTER, WORD, library
-from .delta_native import addresses
+from .delta_native import place_sequences
 
 WIDEST = 8  # a convolution's width
 
@@ -144,17 +144,8 @@ class Mamba:
             if live.numel() != tokens or live.dtype != torch.bool or not live.is_contiguous():
                 raise ValueError(f"padding is {live.dtype} {tuple(live.shape)} for {tokens} tokens")
             call.live = live.data_ptr()
-        window_at = addresses(windows, sizes.window, torch.bfloat16)
-        state_at = addresses(states, sizes.state, torch.float32)
-        count = len(first) - 1
-        if len(window_at) != count or len(state_at) != count:
-            raise ValueError(f"{len(window_at)} windows and {len(state_at)} states for {count} sequences")
+        place_sequences(call, sizes, first, windows, states)
         out = projection.new_empty(tokens, sizes.heads * sizes.dim)
-        firsts = (WORD * (count + 1))(*first)
-        call.sequences = count
-        call.first = ctypes.addressof(firsts)
-        call.windows = ctypes.addressof(window_at)
-        call.states = ctypes.addressof(state_at)
         call.out = out.data_ptr()
         if library.moepack_mamba(ctypes.addressof(call), threads or torch.get_num_threads()):
             raise MemoryError(f"no memory for a state space layer of {tokens} tokens")

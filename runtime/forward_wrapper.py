@@ -259,7 +259,8 @@ class ForwardWrapper:
             raise InputError("a loaded bundle is not exported: its experts are read where they lie in this process")
         if self.kv and uses_cache(model.config, kwargs):
             cache = cache_of(kwargs)
-            if cache is None or not any(type(layer).__name__ == "CodedKvLayer" for layer in cache.layers):
+            layers = getattr(cache, "layers", ())
+            if not any(type(layer).__name__ == "CodedKvLayer" for layer in layers):
                 raise InputError("a compiled pass makes no cache of codes: pass use_cache=False, or load with kv=16")
         if self.caches is None:
             return

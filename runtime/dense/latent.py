@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from moepack.runtime.kernels.affine_native import has_tiles
 from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix, of_packed
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
+from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.step.context import current
 
 from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_attention
@@ -119,12 +120,13 @@ class Latents:
         some = max(1, min(of.heads, EXPANDED // max(1, bytes_a_head)))
         out = []
         flat = self.latent.reshape(batch * length, -1)
+        rotated = numbers_of(self.turned)
         for head in range(0, of.heads, some):
             heads = min(some, of.heads - head)
             made = flat.new_empty(len(flat), heads * of.each)
             multiply(flat, of.rows(head * of.each), made)
             split = made.view(batch, length, heads, of.each).transpose(1, 2)
-            shared = self.turned.expand(-1, heads, -1, -1)
+            shared = rotated.expand(-1, heads, -1, -1)
             keys = torch.cat((split[..., : of.first], shared), dim=-1)
             values = nn.functional.pad(split[..., of.first :], (0, wide - of.second))
             asked = query[:, head : head + heads]

@@ -215,8 +215,8 @@ def grow_in_place(cache: object, most: int, bits: Sequence[Bits] = ()) -> None:
     for number, layer in enumerate(layers):
         kind = type(layer)
         coded = number < len(bits) and bits[number] != (PLAIN, PLAIN)
-        if coded and kind is not CodedKvLayer:
-            if kind is not DynamicLayer or layer.get_seq_length():
+        if coded:
+            if kind is not CodedKvLayer and (kind is not DynamicLayer or layer.get_seq_length()):
                 raise InputError(
                     f"a {type(cache).__name__} whose layer {number} is a {kind.__name__} cannot be kept in "
                     f"{bits[number][0]} bits: give an empty DynamicCache(config=model.config), or load with kv=16"

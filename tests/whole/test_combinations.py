@@ -24,6 +24,7 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
+from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
@@ -49,7 +50,7 @@ DENSE = (None, "w8", "w4")
 SHAPES = ((True, None), (False, "w8"), (True, "w4"), (False, "w4"))  # tied to the embeddings or not, dense version
 CASES = [(p, budget, *s) for p in ("static", "static:allocation") for budget in (None, "least") for s in SHAPES]
 CASES += [(policy, AMPLE, *shape) for policy in BUDGETED for shape in SHAPES[:2]]
-KV = ("8", "16", "k8v4")  # in turns
+KV = ("8", "16", "k8v4") if backends.library() else ("16",)  # in turns
 CASES = [(*case, KV[i % len(KV)]) for i, case in enumerate(CASES)]
 # Sums of at most 96 products in float32, added up in another order by kernels and by torch: sqrt(96) roundings of 2^-24
 # each, in 8 products one after another.

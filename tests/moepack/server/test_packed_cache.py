@@ -9,6 +9,7 @@ import torch
 from tiny_models import save_tiny
 
 from moepack.families.arguments import with_cache
+from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.sizes import KvShape, storages
 from moepack.server.batching import packed_cache as rows_module
@@ -71,7 +72,7 @@ def plain_answers(model, prompts, kv="16"):
     return out
 
 
-@pytest.mark.parametrize("kv", ["16", "8", "k8v4"])
+@pytest.mark.parametrize("kv", ["16", "8", "k8v4"] if backends.library() else ["16"])
 @pytest.mark.parametrize("family", PACKED)
 def test_answers_are_those_of_plain_transformers(family, kv, tmp_path):
     """Windows and sinks (gpt_oss), latents (deepseek), states (qwen3_next): logits differ by rounding alone.

@@ -49,7 +49,7 @@ def test_kv_bytes_are_those_of_real_caches(family):
     assert shape.tokens(size - 1, 3, 1000) == 39
 
 
-@pytest.mark.parametrize("kv", ["16", "k8v4"])
+@pytest.mark.parametrize("kv", ["16", "k8v4"] if backends.library() else ["16"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_headroom_is_that_of_a_real_forward(family, kv):
     """The skeleton's storages are the real model's to the byte; its dense tensors too."""

@@ -14,6 +14,24 @@ if TYPE_CHECKING:
 # Names of the KV cache among a pass's arguments and in its output: `cache` since transformers 5.24, the others before.
 Given = dict[str, Any]  # a pass's arguments by name
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# Arguments of attention functions that say what caches, masks and order of tokens say already, or what else to return.
+SAID = (
+    "dropout",
+    "is_causal",
+    "sliding_window",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "output_router_logits",
+    "cache_position",
+    "logits_to_keep",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+)
 
 
 def bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: Given) -> Given:
@@ -78,3 +96,8 @@ def uses_cache(config: PreTrainedConfig, given: Given) -> bool:
     """Whether a pass that was given no KV cache creates one: by its `use_cache`, or else by the configuration."""
     wanted = given.get("use_cache")
     return bool(getattr(config.get_text_config(), "use_cache", True) if wanted is None else wanted)
+
+
+def unknown_to_attention(given: Given) -> list[str]:
+    """Return the further arguments of an attention function that may change its results: those set, and not in SAID."""
+    return [n for n, value in given.items() if n not in SAID and value is not None and value is not False]

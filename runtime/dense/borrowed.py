@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moepack.families.arguments import unknown_to_attention
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup, attend, dense
 from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.step.context import current
@@ -178,6 +179,7 @@ def _in_place_of_eager(plain: Attention) -> Attention:
     ) -> tuple[Tensor, Tensor | None]:
         step = current()
         seen = None
+        sinks = given.get("s_aux")
         fits = (
             getattr(module, "_moepack_eager", False)
             and step is not None
@@ -186,16 +188,19 @@ def _in_place_of_eager(plain: Attention) -> Attention:
             and query.dtype == key.dtype == value.dtype == torch.bfloat16
             and query.device.type == "cpu"
             and not torch.compiler.is_compiling()
-            and not learns(query, key, value, *module.parameters())
-            and not any(given.get(name) is not None for name in SPECIAL if name != "s_aux")
+            and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
             and query.stride(3) == key.stride(3) == value.stride(3) == 1
             and given.get("scaling") is not None
+            and not unknown_to_attention({**given, "scaling": None, "s_aux": None})
+            and sinks is getattr(module, "sinks", None)  # with which the module was tried
+            and not learns(query, key, value)
+            and not (sinks is not None and learns(sinks))
         )
         if fits and attention_mask is not None:
             seen = _seen(attention_mask, query, key)
         if not fits or (seen is None and (attention_mask is not None or query.shape[2] > 1)):
             return plain(module, query, key, value, attention_mask, **given)
-        made = attend(query, key, value, given["scaling"], mask=seen, sinks=given.get("s_aux"))
+        made = attend(query, key, value, given["scaling"], mask=seen, sinks=sinks)
         if step is not None and step.importance is not None:  # it ranks tokens by their keys
             step.importance.saw(module, query, numbers_of(key), attention_mask, given)
         return made, None
@@ -218,11 +223,10 @@ def _agrees_with_eager(module: Any, plain: Attention) -> bool:
     generator = torch.Generator().manual_seed(0)
     sinks = getattr(module, "sinks", None)
     extra = {} if sinks is None else {"s_aux": sinks}
+    heads = 2 * groups if sinks is None else len(sinks)
     for batch, tokens, length in ((1, 1, 40), (2, 3, 40), (1, 1, 1100)):
-        shapes = ((batch, 2 * groups, tokens, size), (batch, 2, length, size), (batch, 2, length, size))
-        if sinks is not None:
-            groups_of_keys = len(sinks) // groups
-            shapes = ((batch, len(sinks), tokens, size), *((batch, groups_of_keys, length, size),) * 2)
+        held = (batch, heads // groups, length, size)
+        shapes = ((batch, heads, tokens, size), held, held)
         query, key, value = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
         seen = torch.ones(tokens, length, dtype=torch.bool).tril_(length - tokens).repeat(batch, 1, 1, 1)
         seen[-1, :, :, :4] = False

@@ -28,6 +28,7 @@ from transformers.cache_utils import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
+from moepack.families.arguments import unknown_to_attention
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.forms import PLAIN, Bits
 from moepack.runtime.kv.growing import as_given, coded
@@ -46,24 +47,6 @@ GRAIN = 32  # a row has room (allocated memory) for a multiple of this many toke
 KINDS = {"full_attention", "sliding_attention", "linear_attention", "conv", "moe", "mlp"}
 FEW = 16  # new tokens up to which the kernel attends, which reads keys where they lie; with sinks it always does
 AHEAD = 64  # when a row grows: the least tokens of room beyond the need
-# Arguments of attention that packed attention does not need: the rows imply masks and windows.
-IGNORED = (
-    "dropout",
-    "is_causal",
-    "sliding_window",
-    "position_ids",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "output_router_logits",
-    "cache_position",
-    "logits_to_keep",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-)
 
 
 class NotPackable(Exception):
@@ -544,8 +527,7 @@ def _attention(
     sinks = given.pop("s_aux", None)
     if given.get("sliding_window", 0) is None and step.packed.windows[module.layer_idx] is not None:
         raise NotPackable(f"{type(module).__name__} sees all keys, and its cache keeps those of a window")
-    unknown = [n for n, value in given.items() if n not in IGNORED and value is not None and value is not False]
-    if unknown:
+    if unknown := unknown_to_attention(given):
         raise NotPackable(f"{type(module).__name__} gives its attention {', '.join(unknown)}")
     return step.packed.attend(module, query, key, scaling, sinks), None
 

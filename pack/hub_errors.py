@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from .errors import in_a_line
+from .errors import InputError, MoepackError, in_a_line
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -42,6 +43,17 @@ def patiently(call: Callable[[], Answer], note: Callable[[str], object] = lambda
             note(f"the Hub is busy ({status}): trying again in {seconds:g} s")
         time.sleep(seconds)
     return call()
+
+
+@contextmanager
+def in_one_line(name: str) -> Iterator[None]:
+    """Turn errors of requests for `name`, of whichever library, into InputError of one line; ours stay as they are."""
+    try:
+        yield
+    except MoepackError:
+        raise
+    except Exception as error:
+        raise InputError(f"{name}: {reason(error)}") from None
 
 
 def _repeated(error: HfHubHTTPError) -> bool:

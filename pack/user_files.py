@@ -9,6 +9,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 
 def cache_path(name: str) -> Path | None:
@@ -21,20 +22,36 @@ def cache_path(name: str) -> Path | None:
     return base / "moepack" / name
 
 
-def read_own(file: Path, most: int) -> bytes:
-    """Read a file that this user alone may write.
+def is_own(found: os.stat_result) -> bool:
+    """Whether a file or folder is this user's, and others may not write it."""
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def open_own(file: Path) -> BinaryIO:
+    """Open a file that this user alone may write.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is a link, no regular file, larger than `most` bytes, or others may write it.
+        OSError: if it cannot be opened.
+        ValueError: if it is a link, no regular file, or others may write it.
     """
+    if file.is_symlink():
+        raise ValueError(f"{file}: it is a link")
     number = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(number, "rb") as opened:
-        found = os.fstat(opened.fileno())
-        own = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if not own or not stat.S_ISREG(found.st_mode) or found.st_size > most:
-            raise ValueError(f"{file}: not a file of this user alone of at most {most} bytes")
-        return opened.read(most)
+    opened = os.fdopen(number, "rb")
+    found = os.fstat(number)
+    if not is_own(found) or not stat.S_ISREG(found.st_mode):
+        opened.close()
+        raise ValueError(f"{file}: it is no file of this user alone")
+    return opened
+
+
+def read_own(file: Path, most: int) -> bytes:
+    """Read a file that this user alone may write; raise as `open_own`, and ValueError for more than `most` bytes."""
+    with open_own(file) as opened:
+        data = opened.read(most + 1)
+    if len(data) > most:
+        raise ValueError(f"{file}: it has more than {most} bytes")
+    return data
 
 
 def write_whole(file: Path, text: str) -> None:

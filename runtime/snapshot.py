@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moepack.pack.errors import BundleError, InputError
-from moepack.pack.hub_errors import patiently, reason
+from moepack.pack.hub_errors import in_one_line, patiently, reason
 from moepack.pack.hub_files import fetch_files
 from moepack.pack.manifest import LEFTOVERS, MANIFEST, MAX_BYTES, Manifest
 from moepack.pack.manifest.parser import parse_manifest
@@ -41,15 +41,14 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    try:
-        file = Path(patiently(partial(hf_hub_download, name, MANIFEST, revision=commit, **options)))
-    except LocalEntryNotFoundError as error:
-        why = "" if error.__cause__ is None else f": {reason(error)}"
-        raise InputError(f"{name}: its {MANIFEST} is not in the cache, and cannot be fetched now{why}") from None
-    except EntryNotFoundError:
-        raise InputError(f"{name}: not a bundle: it has no {MANIFEST}; a push to it may not have ended") from None
-    except Exception as error:  # of the library, the operating system or the HTTP library
-        raise InputError(f"{name}: {reason(error)}") from None
+    with in_one_line(name):
+        try:
+            file = Path(patiently(partial(hf_hub_download, name, MANIFEST, revision=commit, **options)))
+        except LocalEntryNotFoundError as error:
+            why = "" if error.__cause__ is None else f": {reason(error)}"
+            raise InputError(f"{name}: its {MANIFEST} is not in the cache, and cannot be fetched now{why}") from None
+        except EntryNotFoundError:
+            raise InputError(f"{name}: not a bundle: it has no {MANIFEST}; a push to it may not have ended") from None
     if file.stat().st_size > MAX_BYTES:
         raise BundleError.single(f"{name}/{MANIFEST}", "size", f"more than {MAX_BYTES} bytes")
     manifest = parse_manifest(file.read_bytes())
@@ -59,10 +58,8 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     first = {expert_file(v.name, manifest.layers[0].index) for v in manifest.versions}
     first |= {files[0] for v in manifest.dense_versions if (files := manifest.dense_files(v.name))}
     look = partial(HfApi(token=options.get("token")).get_paths_info, name, sorted(first), revision=commit)
-    try:
+    with in_one_line(name):
         there = {f.path for f in patiently(look)}  # a bundle may be published without some versions
-    except Exception as error:
-        raise InputError(f"{name}: {reason(error)}") from None
     could = Bundle(
         root,
         manifest,
@@ -79,11 +76,9 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
     missing = {n: size for n, size in sizes.items() if not (root / n).exists()}
     if missing:
         what = f"{len(missing)} files of {name}"
-        with tqdm(desc=what, total=sum(missing.values()), unit="B", unit_scale=True) as bar:  # type: ignore[no-untyped-call]
-            try:
-                fetch_files(name, list(missing), commit, bar.update, **options)
-            except Exception as error:
-                raise InputError(f"{name}: {reason(error)}") from None
+        bar = tqdm(desc=what, total=sum(missing.values()), unit="B", unit_scale=True)  # type: ignore[no-untyped-call]
+        with bar, in_one_line(name):
+            fetch_files(name, list(missing), commit, bar.update, **options)
     return open_bundle(root, skip_partial=True)
 
 

@@ -232,15 +232,15 @@ def opened(asked: Serve, options: Options, report: Callable[[int, int], None] | 
 def _load(asked: Serve, report: Callable[[int, int], None] | None) -> tuple[ServedModel, PreTrainedTokenizerBase]:
     from transformers.utils import logging as hf_logging
 
+    from moepack.families.tokenizer import load_tokenizer
     from moepack.runtime.load import load_bundle
     from moepack.runtime.planning.config import check_config
     from moepack.runtime.planning.exceeded import BudgetExceeded
-    from moepack.shared.opening import tokenizer_of
 
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
     check_config(asked.bundle)  # transformers reads the configuration for a tokenizer
-    tokenizer = tokenizer_of(asked.bundle)
+    tokenizer = load_tokenizer(Path(asked.bundle))
     moves = not asked.load.in_budget or asked.load.parsed_policy().is_live
     options = asked.load.filled(kv_tokens=0 if moves else HELD, prefill_tokens=asked.step_tokens, all_logits=False)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from moepack.pack.errors import InputError
 from moepack.pack.hub_name import on_hub
@@ -13,9 +13,6 @@ from moepack.pack.manifest import MANIFEST
 from moepack.runtime.planning.options import LoadOptions
 
 from .progress import Reporter
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Source(NamedTuple):
@@ -82,13 +79,6 @@ def load_model(source: Source, options: LoadOptions, progress: Callable[[int, in
         opened = open_checkpoint(source.path)
         kind = auto_class(opened.config)
         return from_pretrained(kind, opened.path, dtype=options.torch_dtype, device_map=options.device)
-
-
-def tokenizer_of(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer, by its directory or Hub id; raise InputError without one."""
-    from moepack.families.tokenizer import load_tokenizer
-
-    return load_tokenizer(Path(path))
 
 
 def load_shown(source: Source, options: LoadOptions, reporter: Reporter) -> Any:

@@ -21,7 +21,6 @@ import logging
 import os
 import queue
 import re
-import stat
 import tempfile
 import threading
 import time
@@ -34,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from moepack.pack.errors import InputError
+from moepack.pack.user_files import is_own, open_own
 from moepack.runtime.dense.packed import PackedLinear
 
 from .prefixes import CHUNK, MOST_STORED
@@ -109,7 +109,7 @@ class PrefixFiles:
                 pass
         except OSError as error:
             raise InputError(f"{folder}: prompts cannot be kept there: {error.strerror or error}") from None
-        if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if not is_own(about):
             raise InputError(f"{folder}: others may write there, so prompts are not kept there: chmod go-w, or another")
         self._make_room()
         self._thread = threading.Thread(target=self._write_all, name="moepack-prefixes", daemon=True)
@@ -172,7 +172,7 @@ class PrefixFiles:
             self._waiting.put(([name], None))
 
     def close(self) -> None:
-        """Write what waits, and end the thread; once."""
+        """Write what waits, and end the thread."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -253,7 +253,7 @@ def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]], used: int) -> 
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return 8 + len(text) + len(plain) - 8 - size
+    return len(text) + len(plain) - size
 
 
 def _canonical(path: Path, header: dict[str, Any]) -> bytes:
@@ -265,15 +265,9 @@ def _checked(path: Path) -> StoredLayers:
     """Open a file whose digest is that of its contents; raise OSError or ValueError for another."""
     from safetensors import safe_open
 
-    if path.is_symlink():
-        raise ValueError("it is a link")
-    number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(number, "rb") as opened:
-        about = os.fstat(opened.fileno())
-        if about.st_uid != os.geteuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError("others may write it")
+    with open_own(path) as opened:
         size = int.from_bytes(opened.read(8), "little")
-        if not stat.S_ISREG(about.st_mode) or size > HEADER:
+        if size > HEADER:
             raise ValueError("it is no file of a chunk")
         header = json.loads(opened.read(size))
         digest = hashlib.sha256(_canonical(path, header))

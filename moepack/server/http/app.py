@@ -75,10 +75,9 @@ class Server:
         self._ignored: set[str] = set()  # hints of which the log has told
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
         context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or UNLIMITED))
-        self._files = None
-        if options.prefix_dir is not None:
-            self._files = PrefixFiles(options.prefix_dir, options.prefix_dir_bytes, described(model))
-        self.engine = Engine(model, options.limits.step_tokens, options.limits.kept_bytes, self._files)
+        folder = options.prefix_dir
+        files = None if folder is None else PrefixFiles(folder, options.prefix_dir_bytes, described(model))
+        self.engine = Engine(model, options.limits.step_tokens, options.limits.kept_bytes, files)
         self.scheduler = Scheduler(self.engine, self.tokens, replace(options.limits, context=context), self._post)
         self.metrics = Metrics(model, options.name, self.engine, self.scheduler)
         view, chats = LiveView(model, options.name, self.engine, self.scheduler), bool(tokenizer.chat_template)
@@ -113,8 +112,6 @@ class Server:
     def close(self) -> None:
         """Stop at once, and drop the sequences that still run."""
         self.scheduler.close()
-        if self._files is not None:
-            self._files.close()
 
     async def _aside(self, work: Callable[[], Found]) -> Found:
         """Run slow work on a helper thread: large bodies, templates, tokenising, the page's numbers."""

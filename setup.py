@@ -5,6 +5,7 @@ Refuses to install where the links in moepack/ are files: Windows, and archives 
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from pathlib import Path
 
@@ -34,6 +35,9 @@ class Libraries(build_ext):
         except (OSError, subprocess.CalledProcessError):
             target = ""
         for extension in self.extensions:
+            files = sorted(Path(extension.sources[0]).parent.glob("*.[ch]"))
+            digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+            extension.define_macros.append(("MOEPACK_SOURCES", f'"{digest}"'))  # pack/trials.py compares it
             extension.extra_compile_args.append("-O3" if target.startswith("x86_64") else "-O2")
         super().build_extensions()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import functools
 import hashlib
 import json
@@ -54,6 +55,30 @@ _best: dict[Path, int | None] = {}  # what `best_level` returned, by library
 _locks: collections.defaultdict[Path, threading.Lock] = collections.defaultdict(threading.Lock)
 
 
+def open_library(path: Path, sources: Path) -> ctypes.CDLL:
+    """Open a compiled library of ours.
+
+    `sources` is the folder of its C files. Raises OSError if the library is missing, and if it was compiled from other
+    files than these, because the addresses and sizes that it is given would not be those that it expects. Logs the
+    latter.
+    """
+    library = ctypes.CDLL(str(path))
+    try:
+        compiled = ctypes.c_char_p.in_dll(library, f"moepack{path.stem}_sources").value
+    except ValueError:
+        compiled = None
+    if compiled != _digest(sources).encode():
+        _leave_out(path.name, "it was compiled from other sources: install moepack again")
+        raise OSError(f"{path}: {faults[path.name]}")
+    return library
+
+
+def _digest(folder: Path) -> str:
+    """The digest by which a library knows the C files that it is made of (setup.py)."""
+    files = sorted(folder.glob("*.[ch]"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def best_level(library: Path, names: dict[int, str], use: Callable[[int], int], trial: Trial) -> int | None:
     """Return the highest level at which a library agrees with its reference, now in use; `None` if none does.
 
@@ -71,10 +96,16 @@ def _highest(library: Path, names: dict[int, str], use: Callable[[int], int], tr
         use(level)
         if not (wrong := _finding(library, names[level], trial)):
             return level
-        what = f"{library.name} ({names[level]})"
-        faults[what] = wrong
-        log.warning("%s computes wrong numbers on this processor, so it is not used: %s", what, wrong)
+        remedy = "install moepack again with another C compiler, for example CC=clang"
+        what = f"it computes wrong numbers on this processor ({wrong}): {remedy}"
+        _leave_out(f"{library.name} ({names[level]})", what)
     return None
+
+
+def _leave_out(what: str, why: str) -> None:
+    if faults.get(what) != why:
+        log.warning("%s is not used: %s", what, why)
+    faults[what] = why
 
 
 def _finding(library: Path, level: str, trial: Trial) -> str:

@@ -59,9 +59,7 @@ def doctor(directory: Path | None = None) -> JsonObject:
         remedy = f"pip install 'triton>={_LIBRARIES['triton']}', and install gcc"
         problems.append(f"Triton, which runs experts on a GPU, does not run here ({why}): {remedy}")
     cpu = _cpu()
-    for library, wrong in trials.faults.items():
-        remedy = "it is not used: install moepack again with another C compiler, for example CC=clang"
-        problems.append(f"{library} computes wrong numbers on this processor ({wrong}): {remedy}")
+    problems += [f"{library} is not used: {why}" for library, why in trials.faults.items()]
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",

@@ -3,6 +3,7 @@
 #include "isa.h"
 
 int moepack_exponent_loops = 0;
+const char *moepack_exponent_sources = MOEPACK_SOURCES; /* the digest of the files that this library is made of */
 
 /* 0: plain C; 1: AVX2; 2: AVX-512. Returns the level taken: the best up to `limit`. */
 int moepack_exponent_level(int limit) {

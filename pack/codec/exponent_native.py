@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import isa
+from ..trials import open_library
 from .bits import Bf16Bits, Buffer, Codes
 from .exponent import TILE as TILE
 
 # Installing builds it where there is a compiler (setup.py). OSError if there was none.
 PATH = Path(__file__).with_name("_exponent.so")
-_library = ctypes.CDLL(str(PATH))
+_library = open_library(PATH, PATH.parent)
 _pointer = ctypes.c_void_p
 _number = ctypes.c_int64
 _library.moepack_exponent_sample.argtypes = [_pointer, _number, _number, _pointer]

@@ -20,12 +20,13 @@ from torch import Tensor
 from moepack.pack import isa
 from moepack.pack.codec.rotation import signs
 from moepack.pack.spec import Matrix, Version
+from moepack.pack.trials import open_library
 
 from .forms import make_forms
 
 # Installing builds it where there is a compiler (setup.py); OSError if the file is missing.
 PATH = Path(__file__).with_name("_affine.so")
-library = ctypes.CDLL(str(PATH))  # dense_native.py calls it too
+library = open_library(PATH, PATH.parent / "c")  # dense_native.py calls it too
 WORD = ctypes.c_int64
 POINTER = ctypes.c_void_p
 LEVELS = isa.LEVELS

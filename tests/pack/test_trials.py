@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import shutil
 import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -12,6 +13,7 @@ from support import at_once
 
 import moepack
 from moepack.pack import trials
+from moepack.pack.codec import exponent_native
 
 NAMES = {0: "plain", 1: "avx2", 2: "avx512"}
 
@@ -59,11 +61,10 @@ def test_the_highest_level_that_agrees_is_used(library, caplog):
     with caplog.at_level(logging.WARNING, "moepack"):
         for _ in range(2):
             assert trials.best_level(library.path, NAMES, library.use, library.trial) == 0 == library.level
-    assert [r.getMessage() for r in caplog.records] == [
-        f"_stand_in.so ({name}) computes wrong numbers on this processor, so it is not used: w4: products"
-        for name in ("avx512", "avx2")
-    ]
-    assert trials.faults == {"_stand_in.so (avx512)": "w4: products", "_stand_in.so (avx2)": "w4: products"}
+    remedy = "install moepack again with another C compiler, for example CC=clang"
+    why = f"it computes wrong numbers on this processor (w4: products): {remedy}"
+    assert trials.faults == {"_stand_in.so (avx512)": why, "_stand_in.so (avx2)": why}
+    assert [r.getMessage() for r in caplog.records] == [f"{w} is not used: {why}" for w in trials.faults]
     library.wrong = {0, 1, 2}
     library.path.write_bytes(b"all are wrong")
     assert asked(library) is None
@@ -75,6 +76,19 @@ def test_what_was_found_is_remembered(library, cache):
     assert [asked(library) for _ in range(3)] == [1, 1, 1]
     assert library.tried == [2, 1]
     assert cache.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_library_of_other_sources_is_not_opened(tmp_path, caplog):
+    """The fault: a checkout goes on, its libraries stay, and get addresses in an order that they do not know."""
+    path = shutil.copy(exponent_native.PATH, tmp_path)
+    for source in exponent_native.PATH.parent.glob("*.[ch]"):
+        shutil.copy(source, tmp_path)
+    assert trials.open_library(Path(path), tmp_path).moepack_isa_level() >= 0
+    with (tmp_path / "isa.h").open("a") as header:
+        header.write("/* changed */")
+    with pytest.raises(OSError, match="_exponent.so: it was compiled from other sources: install moepack again"):
+        trials.open_library(Path(path), tmp_path)
+    assert [r.getMessage() for r in caplog.records] == [f"_exponent.so is not used: {trials.faults['_exponent.so']}"]
 
 
 CHANGES = {

@@ -14,6 +14,7 @@ const Loops *moepack_floats = &moepack_floats_plain, *moepack_fixed = &moepack_f
 const Loops *moepack_fp8[2] = {&moepack_fp8_plain, &moepack_fp8_plain};
 Unpacking *moepack_unpacking = moepack_unpack_plain;
 int moepack_hints = 0;
+const char *moepack_affine_sources = MOEPACK_SOURCES; /* the digest of the files that this library is made of */
 
 /* Use instruction sets up to `limit`, a level of isa.h; returns the level in use. */
 int moepack_affine_level(int limit) {

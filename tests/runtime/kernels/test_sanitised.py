@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
+from moepack.pack import trials
+
 COMPILER = shutil.which("gcc")
 # Without the checks of pointers that the address sanitiser makes anyway, compiling takes half of the time.
 FLAGS = (
@@ -54,7 +56,8 @@ def test_the_libraries_do_nothing_undefined(tmp_path):
     for extension in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]:
         library = tmp_path / f"{extension['name'].rpartition('.')[2]}.so"
         sources = [str(ROOT / source) for source in extension["sources"]]
-        subprocess.run([str(COMPILER), *FLAGS, *sources, "-o", str(library), "-lm"], check=True)
+        digest = f'-DMOEPACK_SOURCES="{trials._digest(Path(sources[0]).parent)}"'
+        subprocess.run([str(COMPILER), *FLAGS, digest, *sources, "-o", str(library), "-lm"], check=True)
     environment = {
         **os.environ, "LD_PRELOAD": " ".join(runtimes()), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": str(ROOT),
         "UBSAN_OPTIONS": "print_stacktrace=1",

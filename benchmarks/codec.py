@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
+from benchmarks.limited.weights import to_bf16
 from moepack.pack.codec import exponent_fast, fp8
 from moepack.pack.codec.bits import Bf16Bits, Codes
 
@@ -33,9 +35,7 @@ SMALL = 1 << 24  # weights: matrices up to this are measured in ten times as man
 
 def gaussian(shape: tuple[int, int], seed: int) -> Bf16Bits:
     """BF16 bits of N(0, 0.02) weights, uint16."""
-    values = np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
-    rounded = values.view(np.uint32) + 0x7FFF + (values.view(np.uint32) >> 16 & 1)
-    return (rounded >> 16).astype(np.uint16).reshape(-1)
+    return to_bf16(np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)).reshape(-1)
 
 
 def trained(checkpoint: Path) -> list[Bf16Bits]:
@@ -59,16 +59,13 @@ def entropy(bits: npt.NDArray[np.integer[Any]]) -> float:
     return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
 
 
+@dataclass(frozen=True)
 class Codec:
-    """One codec on one array: `encode` returns what `decode` takes; `size` its bytes."""
+    """One codec on one array: `encode` returns what `decode` takes, which has as many bytes as `len` says."""
 
-    def __init__(
-        self, name: str, encode: Callable[[], Coded], decode: Callable[[Coded], Coded], size: Callable[[Coded], int]
-    ) -> None:
-        self.name = name
-        self.encode = encode
-        self.decode = decode
-        self.size = size
+    name: str
+    encode: Callable[[], Coded]
+    decode: Callable[[Coded], Coded]
 
 
 def codecs(bits: Bf16Bits) -> list[Codec]:
@@ -79,7 +76,7 @@ def codecs(bits: Bf16Bits) -> list[Codec]:
         exponent_fast.decode_into(coded, out, 1)
         return out
 
-    made = [Codec("moepack (NumPy)", lambda: exponent_fast.encode(bits, 1), decode, len)]
+    made = [Codec("moepack (NumPy)", lambda: exponent_fast.encode(bits, 1), decode)]
     if native := exponent_fast.engine():
 
         def at(level: int) -> Codec:
@@ -93,7 +90,7 @@ def codecs(bits: Bf16Bits) -> list[Codec]:
                 native.use_level(level)
                 return decode(coded)
 
-            return Codec(f"moepack ({native.LEVELS[level]})", encode, decode_at, len)
+            return Codec(f"moepack ({native.LEVELS[level]})", encode, decode_at)
 
         made = [at(level) for level in range(min(1, native.BEST), native.BEST + 1)]
     data = bits.tobytes()
@@ -101,13 +98,13 @@ def codecs(bits: Bf16Bits) -> list[Codec]:
         import zipnn
 
         z = zipnn.ZipNN(method="HUFFMAN", input_format="byte", bytearray_dtype="bfloat16", threads=1)
-        made.append(Codec("ZipNN", lambda: z.compress(bytearray(data)), z.decompress, len))
+        made.append(Codec("ZipNN", lambda: z.compress(bytearray(data)), z.decompress))
     with contextlib.suppress(ImportError):
         import zstandard
 
         c = zstandard.ZstdCompressor(level=3, threads=0)
         d = zstandard.ZstdDecompressor()
-        made.append(Codec("zstd -3", lambda: c.compress(data), d.decompress, len))
+        made.append(Codec("zstd -3", lambda: c.compress(data), d.decompress))
     return made
 
 
@@ -127,7 +124,7 @@ def speed(name: str, bits: Bf16Bits, runs: int) -> list[Row]:
         coded = codec.encode()
         if not same(codec.decode(coded), bits):
             raise SystemExit(f"{codec.name} did not give back {name}")
-        size = 8 * codec.size(coded) / bits.size
+        size = 8 * len(coded) / bits.size
         row: Row = {"matrix": name, "codec": codec.name, "threads": 1, "exponent entropy": floor - 8}
         rows.append({**row, "bits/weight": size, "over floor": f"{100 * (size / floor - 1):+.2f} %"})
         work += [codec.encode, functools.partial(codec.decode, coded)]

@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
+from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, texts
 from moepack.pack.spec import Version
-from moepack.quantize.gptq import SWEEPS
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
 from moepack.quantize.moments import NEGLIGIBLE, PRIOR, second_moments, shrink
@@ -140,32 +139,13 @@ def _output(weight: Tensor, moments: Tensor) -> Tensor:
     return ((weight @ moments) * weight).sum((1, 2))
 
 
-def floor_seconds(case: Case, widths: int, flops: float) -> float:
-    """The engine's matrix products alone, at the speed of a large one."""
-    experts, rows, cols = case.weight.shape
-    return experts * (cols**3 / 3 + widths * rows * cols**2 * (1 + 2 * SWEEPS)) / flops
-
-
-def product_speed() -> float:
-    """Operations a second of a square product of 2,048."""
-    a = torch.randn(2048, 2048)
-    times = []
-    for _ in range(6):
-        began = time.perf_counter()
-        torch.mm(a, a)
-        times.append(time.perf_counter() - began)
-    return 2 * 2048**3 / statistics.median(times[1:])
-
-
-def summarise(name: str, errors: Errors, seconds: dict[str, float], floor: float) -> list[Row]:
+def summarise(name: str, errors: Errors, seconds: dict[str, float]) -> list[Row]:
     """The table's rows of one set."""
     rows = []
     for method in METHODS:
         row: Row = {"experts": name, "method": method}
         row |= {v: statistics.geometric_mean(errors[method][v]) for v in WIDTHS}
         row |= {"seconds": seconds[method], "ours is x faster": seconds[method] / seconds["gptq"]}
-        if method == "gptq" and floor:
-            row["x floor"] = seconds[method] / floor
         rows.append(row)
     return rows
 
@@ -202,10 +182,8 @@ def main() -> None:
     args = parser.parse_args()
     versions = [Version.of(v, GROUP) for v in WIDTHS]
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))
-    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
-    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    calibration, data = texts(args)
     windows, every = (48, 4) if args.quick else (args.windows, args.every)
-    speed = product_speed()
     warm = generated(64, 128)
     measure(warm, versions, 1, {}, {})
 
@@ -215,11 +193,9 @@ def main() -> None:
     def add(name: str, cases: Callable[[], Iterator[Case]], runs: int, is_generated: bool) -> None:
         errors: Errors = {}
         seconds: dict[str, float] = {}
-        floor = 0.0
         for case in cases():
             measure(case, versions, runs, errors, seconds)
-            floor += floor_seconds(case, len(versions) - 1, speed) if is_generated else 0
-        rows.extend(summarise(name, errors, seconds, floor))
+        rows.extend(summarise(name, errors, seconds))
         held.extend(targets(name, errors, seconds, is_generated))
 
     for r, c in shapes:
@@ -227,8 +203,8 @@ def main() -> None:
     name = args.checkpoint.name
     add(name, lambda: of_checkpoint(args.checkpoint, calibration, data, windows, every), 1, False)
     title = f"Relative output error on held-out tokens (geometric means), groups of {GROUP}; time of w4 + w3 + w2"
-    columns = ["experts", "method", *WIDTHS, "seconds", "ours is x faster", "x floor"]
-    finish(f"{title}; products at {speed / 1e9:.0f} GFLOP/s", columns, rows, held, args.json)
+    columns = ["experts", "method", *WIDTHS, "seconds", "ours is x faster"]
+    finish(title, columns, rows, held, args.json)
 
 
 if __name__ == "__main__":

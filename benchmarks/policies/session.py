@@ -17,6 +17,7 @@ from benchmarks.decoding import Decoded, Text, decode
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
+from moepack.runtime.experts.handles import seen
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.step.context import current
@@ -36,7 +37,7 @@ class ReadInPlace:
         """Count a layer's experts."""
         step = current()
         assert step is not None
-        handles = step.snapshots[position].handles
+        handles = seen(step)[position].handles
         chosen = [handles[e] for e in set(routing.index.flatten().tolist()) if e < len(handles)]
         self.bytes += sum(h.extent.numel() for h in chosen if h.where is Where.PINNED)
 

@@ -146,8 +146,7 @@ def _tables(
     staged = experts.of.staged
     if counts is None or staged is None or Where.PINNED not in experts.places:
         return contextlib.nullcontext((handles,))
-    tables: contextlib.AbstractContextManager[Iterable[Tensor]] = staged.tables(handles, counts)
-    return tables
+    return staged.tables(handles, counts)
 
 
 def _fuses(module: ExpertsModule) -> bool:

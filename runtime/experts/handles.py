@@ -5,10 +5,11 @@ Publishing makes a new snapshot of a layer. A forward pass (forward.py) reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NoReturn, SupportsIndex, cast
+from typing import TYPE_CHECKING, NoReturn, Protocol, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +34,12 @@ if TYPE_CHECKING:
     from moepack.runtime.kernels.routing_triton import Routed
     from moepack.runtime.kernels.token_native import GatedExperts
 
-    from .staged import StagedLayer
+
+class Staged(Protocol):
+    """Brings experts in pinned memory to a GPU."""
+
+    def tables(self, handles: Tensor, counts: Tensor) -> AbstractContextManager[Iterator[Tensor]]:
+        """Yield handle tables that together have every expert with slots, as staged.py says."""
 
 
 Gate = tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]  # `act_fn`, own `_apply_gate`
@@ -100,8 +106,8 @@ class ServedLayer:
         # Decodes experts in coded bytes to places of their own, between a call's launches on a GPU: some, with the
         # slots of each, or all (paging/in_place.py)
         self.in_place: Callable[[Snapshot, Tensor | None, Tensor], None] | None = None
-        # Experts in pinned memory, which passes of many tokens bring to a GPU (staged.py)
-        self.staged: StagedLayer | None = None
+        # Experts in pinned memory, which passes of many tokens bring to a GPU (`StagedLayer`, staged.py)
+        self.staged: Staged | None = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)

@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from released import decoded, same
 from safetensors.torch import load_file, save_file
-from support import Notes
+from support import Notes, build_from
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -124,7 +124,7 @@ def mxfp4_checkpoint(path, tokenizer):
 def test_a_bundle_of_it_is_the_decoded_model(make, dtype, said, demo_model, text, tmp_path):
     coded, plain = make(tmp_path, demo_model)
     notes = Notes()
-    build(coded, tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text], reporter=notes)
+    build_from(RECIPE, coded, tmp_path / "bundle", [text], reporter=notes)
     assert verify(tmp_path / "bundle", coded) == []
     assert verify(tmp_path / "bundle", plain) == []  # every dense tensor and every expert, bit for bit
     assert open_bundle(tmp_path / "bundle").manifest.model["expert_dtype"] == dtype
@@ -144,7 +144,7 @@ def test_a_bundle_of_it_is_the_decoded_model(make, dtype, said, demo_model, text
 def test_gpt_oss_code_for_code(demo_model, text, tmp_path):
     """Biases, transposed and interleaved matrices: transformers' logits, and the checkpoint's bytes from the bundle."""
     coded, plain = mxfp4_checkpoint(tmp_path, demo_model)
-    build(coded, tmp_path / "b", parse_recipe(RECIPE.replace("bf16, w4", "native, w2"), "test"), [text])
+    build_from(RECIPE.replace("bf16, w4", "native, w2"), coded, tmp_path / "b", [text])
     bundle = open_bundle(tmp_path / "b")
     assert [v.name for v in bundle.versions] == ["mxfp4", "w2"] and all(m.bias for m in bundle.layers[0].matrices)
     assert verify(tmp_path / "b", coded) == []

@@ -162,19 +162,26 @@ def ratios(rows: list[Row], what: str) -> dict[str, float]:
     return found
 
 
-def sizes(name: str, matrices: list[Bf16Bits]) -> Row:
-    """Bits a weight over many matrices, each coded on its own."""
-    weights = sum(m.size for m in matrices)
-    floor = sum(m.size * (8 + entropy(m)) for m in matrices) / weights
-    ours = 8 * sum(len(exponent_fast.encode(m)) for m in matrices) / weights
-    return {
-        "matrix": name,
-        "codec": "moepack, sizes only",
-        "exponent entropy": floor - 8,
-        "bits/weight": ours,
-        "over floor": f"{100 * (ours / floor - 1):+.2f} %",
-        "overhead": ours / floor,
-    }
+def sizes(name: str, arrays: Sequence[Any], entropies: Sequence[float], coded: Sequence[int]) -> Row:
+    """Bits of a weight or code over many arrays, each coded on its own, beside entropies of their exponents in bits.
+
+    Args:
+        name: the first column's.
+        arrays: BF16's bits, or FP8 codes: what has no exponent is 8 or 4 bits, which no codec shortens.
+        entropies: of each array.
+        coded: its coded bytes.
+    """
+    weights = sum(m.size for m in arrays)
+    rest = 4 * arrays[0].itemsize
+    floor = sum(m.size * (rest + bits) for m, bits in zip(arrays, entropies, strict=True)) / weights
+    ours = 8 * sum(coded) / weights
+    row = {"matrix": name, "codec": "moepack, sizes only", "exponent entropy": floor - rest, "bits/weight": ours}
+    return row | {"over floor": f"{100 * (ours / floor - 1):+.2f} %", "overhead": ours / floor}
+
+
+def bf16_sizes(name: str, matrices: list[Bf16Bits]) -> Row:
+    """Of matrices in BF16."""
+    return sizes(name, matrices, [entropy(m) for m in matrices], [len(exponent_fast.encode(m)) for m in matrices])
 
 
 def fp8_codes(bits: Bf16Bits) -> Codes:
@@ -188,13 +195,10 @@ def fp8_codes(bits: Bf16Bits) -> Codes:
 
 
 def fp8_sizes(name: str, matrices: list[Codes]) -> Row:
-    """Bits a code over many matrices of codes, each coded on its own, beside four bits and the exponents' entropy."""
-    codes = sum(m.size for m in matrices)
-    floor = sum(m.size * (4 + entropy(m.astype(np.uint16) << 4 & 0x780)) for m in matrices) / codes
-    ours = sum(m.size if (c := fp8.encode(m)) is None else len(c) for m in matrices) * 8 / codes
-    over = f"{100 * (ours / floor - 1):+.2f} %"
-    row = {"matrix": f"FP8 codes of {name}", "codec": "moepack, sizes only", "exponent entropy": floor - 4}
-    return {**row, "bits/weight": ours, "over floor": over}
+    """Of FP8 codes; those that coding does not shorten stay as they are."""
+    entropies = [entropy(m.astype(np.uint16) << 4 & 0x780) for m in matrices]
+    coded = [m.size if (c := fp8.encode(m)) is None else len(c) for m in matrices]
+    return sizes(f"FP8 codes of {name}", matrices, entropies, coded)
 
 
 def fp8_speed(name: str, codes: Codes, runs: int) -> list[Row]:
@@ -254,8 +258,8 @@ def main() -> None:
     for i, (name, shape) in enumerate(shapes.items()):
         one += speed(name, gaussian(shape, i), runs)
     totals = [
-        sizes("Qwen3-30B-A3B down", [gaussian(SHAPES["Qwen3-30B-A3B down"], 1)]),
-        sizes(f"experts of {args.checkpoint.name}", trained(args.checkpoint)),
+        bf16_sizes("Qwen3-30B-A3B down", [gaussian(SHAPES["Qwen3-30B-A3B down"], 1)]),
+        bf16_sizes(f"experts of {args.checkpoint.name}", trained(args.checkpoint)),
     ]
     targets = [
         Target(f"size, {t['matrix']}: bits a weight over 8 + entropy", t["overhead"], 1.02, "lower") for t in totals

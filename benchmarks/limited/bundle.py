@@ -170,13 +170,13 @@ def write_bundle(shape: Shape, target: Path) -> None:
         for part in dense_layers(dense):
             made = [maker.matrix(maker.weights.source(m.module)) for m in part.matrices]
             for column, version in enumerate(DENSE_VERSIONS):
-                _layer(writer, aside, version, part, (m.extents[column] for m in made))
+                put_layer(writer, aside / "layer", version, part, (m.extents[column] for m in made))
         for layer in layers:
             print(f"layer {layer.index} of {shape.layers}", flush=True)
             kinds = [maker.expert(layer.index % shape.distinct, k) for k in range(shape.kinds)]
             for column, version in enumerate(maker.versions):
                 extents = (kinds[e % shape.kinds][column] for e in range(shape.experts))
-                _layer(writer, aside, version, layer, extents)
+                put_layer(writer, aside / "layer", version, layer, extents)
         _tables(maker, dense, writer.path(TABLES), aside)
         writer.add(TABLES)
         config = {**shape.config(), "quantization_config": {"quant_method": "moepack"}}
@@ -215,20 +215,20 @@ def tokenizer(shape: Shape) -> dict[str, str]:
     return {"tokenizer.json": words.to_str(), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
-def _layer(
+def put_layer(
     writer: BundleWriter,
     aside: Path,
     version: Version,
     layer: ExpertLayer | DenseLayer,
     extents: Iterable[tuple[Buffer, int]],
 ) -> None:
-    path = aside / "layer"
-    with LayerFileWriter(path, version.name, layer) as file:
+    """Write a layer's file at `aside`, and move it into the bundle."""
+    with LayerFileWriter(aside, version.name, layer) as file:
         for extent, payload in extents:
             file.add(extent, payload)
     assert file.entry is not None
-    writer.adopt(layer.file(version.name), path, file.entry)
-    path.unlink()
+    writer.adopt(layer.file(version.name), aside, file.entry)
+    aside.unlink()
 
 
 def _tables(maker: Maker, dense: Sequence[DenseMatrix], path: Path, aside: Path) -> None:

@@ -55,7 +55,7 @@ def make(shape: Shape, mixes: Sequence[str], most: float) -> None:
     missing = [mix for mix in mixes if not gguf_of(shape, mix).exists()]
     needs = [shape.bundle_bytes] * (not bundle_of(shape).exists()) + [shape.gguf_bytes(mix) for mix in missing]
     _check_room(where, sum(needs), most)
-    python = environments.environment(environments.LLAMA, environments.cache()) if missing else None
+    python = environments.environment(environments.LLAMA) if missing else None
     if not bundle_of(shape).exists():
         from .bundle import write_bundle
 

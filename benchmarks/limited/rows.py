@@ -79,7 +79,7 @@ class Asked:
             path = gguf_of(shape, mix)
             memory = self.cage
             peer = environments.LLAMA_AVX2 if self.environment else environments.LLAMA
-            python = environments.environment(peer, environments.cache(), install=False)
+            python = environments.environment(peer, install=False)
             run = [str(python), "-m", "benchmarks.limited.theirs", str(self.threads), "serve"]
         else:
             raise PeerError(f"side {who!r} is unknown: moepack and llama are known")

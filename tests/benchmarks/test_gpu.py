@@ -12,8 +12,6 @@ from support import ROOT
 
 from moepack.pack.spec import Version
 
-sys.path.insert(0, str(ROOT))
-
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # of a gate whose silu is 0
 def test_the_gpu_half_of_the_kernels_benchmark_runs(monkeypatch):

@@ -17,8 +17,6 @@ import torch_products
 from gpu_stand_in import install
 from support import ROOT
 
-sys.path.insert(0, str(ROOT))
-
 from benchmarks.gpu_day import __main__ as day
 from benchmarks.gpu_day import bundles, large, run, served
 from benchmarks.gpu_day.rows import Measured, Setting, Skipped, shown

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import PATIENCE, ROOT
-
-sys.path.insert(0, str(ROOT))
+from support import PATIENCE
 
 from benchmarks.limited import make as maker
 from benchmarks.limited import rows as measured

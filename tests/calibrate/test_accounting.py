@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,11 @@ import torch
 from gguf_reading import Reading
 from hostile_edits import Victim
 from safetensors.torch import load_file, save, save_file
-from support import ROOT, RTN, build_from, edit_tensors
+from support import RTN, build_from, edit_tensors
 from transformers import AutoModelForCausalLM
 
 import moepack
+from benchmarks import families
 from moepack.calibrate import checkpoint
 from moepack.calibrate.accounting import IGNORED, MTP, RULES, ZERO, _rule
 from moepack.calibrate.checkpoint import described, make_config, open_checkpoint, read_config
@@ -31,10 +31,6 @@ from moepack.export.choice import Wanted
 from moepack.export.run import export
 from moepack.pack.errors import BundleError, InputError
 from moepack.reports.verify import verify
-
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import families
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 ATTENTION, EXPERTS = "model.layers.1.self_attn", "model.layers.1.mlp.experts"

@@ -10,6 +10,7 @@ import torch
 from released import decoded, same
 from safetensors.torch import load_file, save_file
 from support import Notes, build_from
+from support import ids as token_ids
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -132,7 +133,7 @@ def test_a_bundle_of_it_is_the_decoded_model(make, dtype, said, demo_model, text
     assert not any("no place in the model" in n for n in notes.notes)  # scales are not left over
     config = json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "moepack"}
-    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(40, 1, 2)
     model = loaded(plain)
     ours = moepack.load(tmp_path / "bundle", dtype=torch.float32)
     with torch.inference_mode():
@@ -148,7 +149,7 @@ def test_gpt_oss_code_for_code(demo_model, text, tmp_path):
     bundle = open_bundle(tmp_path / "b")
     assert [v.name for v in bundle.versions] == ["mxfp4", "w2"] and all(m.bias for m in bundle.layers[0].matrices)
     assert verify(tmp_path / "b", coded) == []
-    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(40, 1, 2)
     with torch.inference_mode():
         want = loaded(plain)(ids).logits
         got = moepack.load(tmp_path / "b", dtype=torch.float32)(ids).logits

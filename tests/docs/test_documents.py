@@ -1,13 +1,10 @@
 """What the documents say of one another and of measurements: links, pictures, tables, the words of errors."""
 
 import re
-import sys
 from dataclasses import fields
 
 import pytest
 from support import ROOT
-
-sys.path.insert(0, str(ROOT))
 
 from benchmarks import draw, tables
 

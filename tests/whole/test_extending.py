@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import PATIENCE, ROOT, build_from, documented, for_logits, load_for_logits
+from support import ids as token_ids
 from tiny_models import copy_tokenizer
 
 import moepack
@@ -48,7 +49,7 @@ def test_a_family(demo_model, text, tmp_path, monkeypatch):
     build_from(RECIPE, tmp_path / "checkpoint", tmp_path / "bundle", [text])
     ours = moepack.load(tmp_path / "bundle", policy="static:bf16", dtype=torch.float32)
     plain = family.TrioForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
-    ids = torch.randint(1, 4000, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(12, 1, 2)
     with torch.inference_mode():
         want, got = plain(ids).logits, ours(ids).logits
     # float32 on both sides: sums in another order
@@ -67,7 +68,7 @@ def test_a_device(bundle, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "CpuDevice", slow)
     policy = "hotness:hi=bf16,lo=w2,prior=none,interval=0.05,rate=0"
     budget = plan(bundle, for_logits(device_memory=0, policy=policy, prefill_tokens=16)).least_bytes + 400_000
-    ids = torch.randint(1, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(16, 0, 1)
     model = load_for_logits(bundle, policy=policy, device_memory=budget, prefill_tokens=16)
     with model.moepack as served:
         assert type(served.manager.device) is slow and served.manager.device.host()["latency"] == slow.latency

@@ -4,6 +4,7 @@ import pytest
 import tiny_models
 import torch
 from support import Notes, build_from
+from support import ids as token_ids
 
 import moepack
 from moepack.reports.evaluate import evaluate
@@ -36,7 +37,7 @@ def test_family(family, demo_model, text, evaluation, tmp_path):
     assert made.get("gptq", 0) > sum(made.values()) / 2, report.methods
     assert verify(tmp_path / "bundle", checkpoint) == []
 
-    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(40, 1, 2)
     # In float32, because in BF16 a router's level choices flip with each instruction set (test_every_family compares
     # BF16 with the choices given).
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

@@ -12,15 +12,13 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.common import Row, Target, built, finish, model_arguments, texts
-from benchmarks.depth import COMMON, LAYERS, filled, served
+from benchmarks.depth import LAYERS, filled, one_layer, served, turns
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.kernels.kv_rows import row_bytes
 from moepack.runtime.kv.forms import FORMS, PLAIN_KV
@@ -49,29 +47,14 @@ def losses(bundle: Path, data: list[str], windows: int, length: int) -> list[Row
 
 def times(name: str, depth: int) -> list[Row]:
     """A decoded token's time in one layer, by form."""
-    kind, facts = LAYERS[name]
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **COMMON, **facts)
-    model: Any = served(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)).eval()
+    model = served(one_layer(name)).eval()
     plain = filled(model, depth)
     caches = {}
     for kv in FORMS:
         caches[kv] = new_cache(model, layer_bits(model, kv))
         caches[kv].update(plain.layers[0].keys, plain.layers[0].values, 0)
         grow_in_place(caches[kv], depth + 2 * ROUNDS)
-    module = model.model.layers[0].self_attn
-    x = torch.randn(1, 1, config.hidden_size).bfloat16()
-    turn = model.model.rotary_emb(x, torch.tensor([[depth]]))
-    for cache in caches.values():  # the first token copies the cache to where it has room
-        with torch.no_grad():
-            module(hidden_states=x, position_embeddings=turn, attention_mask=None, cache=cache)
-    took: dict[str, list[float]] = {kv: [] for kv in FORMS}
-    for _ in range(ROUNDS):
-        for kv, cache in caches.items():
-            with torch.no_grad():
-                began = time.process_time()
-                module(hidden_states=x, position_embeddings=turn, attention_mask=None, cache=cache)
-                took[kv].append(1e3 * (time.process_time() - began))
+    took = turns({kv: (model, cache) for kv, cache in caches.items()}, depth, ROUNDS)
     rows = []
     for kv, cache in caches.items():
         layer: Any = cache.layers[0]

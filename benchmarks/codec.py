@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
+from benchmarks.limited.weights import to_bf16
 from moepack.pack.codec import exponent_fast, fp8
 from moepack.pack.codec.bits import Bf16Bits, Codes
 
@@ -33,9 +35,7 @@ SMALL = 1 << 24  # weights: matrices up to this are measured in ten times as man
 
 def gaussian(shape: tuple[int, int], seed: int) -> Bf16Bits:
     """BF16 bits of N(0, 0.02) weights, uint16."""
-    values = np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)
-    rounded = values.view(np.uint32) + 0x7FFF + (values.view(np.uint32) >> 16 & 1)
-    return (rounded >> 16).astype(np.uint16).reshape(-1)
+    return to_bf16(np.random.default_rng(seed).standard_normal(shape, np.float32) * np.float32(0.02)).reshape(-1)
 
 
 def trained(checkpoint: Path) -> list[Bf16Bits]:
@@ -59,16 +59,13 @@ def entropy(bits: npt.NDArray[np.integer[Any]]) -> float:
     return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
 
 
+@dataclass(frozen=True)
 class Codec:
-    """One codec on one array: `encode` returns what `decode` takes; `size` its bytes."""
+    """One codec on one array: `encode` returns what `decode` takes, which has as many bytes as `len` says."""
 
-    def __init__(
-        self, name: str, encode: Callable[[], Coded], decode: Callable[[Coded], Coded], size: Callable[[Coded], int]
-    ) -> None:
-        self.name = name
-        self.encode = encode
-        self.decode = decode
-        self.size = size
+    name: str
+    encode: Callable[[], Coded]
+    decode: Callable[[Coded], Coded]
 
 
 def codecs(bits: Bf16Bits) -> list[Codec]:
@@ -79,7 +76,7 @@ def codecs(bits: Bf16Bits) -> list[Codec]:
         exponent_fast.decode_into(coded, out, 1)
         return out
 
-    made = [Codec("moepack (NumPy)", lambda: exponent_fast.encode(bits, 1), decode, len)]
+    made = [Codec("moepack (NumPy)", lambda: exponent_fast.encode(bits, 1), decode)]
     if native := exponent_fast.engine():
 
         def at(level: int) -> Codec:
@@ -93,7 +90,7 @@ def codecs(bits: Bf16Bits) -> list[Codec]:
                 native.use_level(level)
                 return decode(coded)
 
-            return Codec(f"moepack ({native.LEVELS[level]})", encode, decode_at, len)
+            return Codec(f"moepack ({native.LEVELS[level]})", encode, decode_at)
 
         made = [at(level) for level in range(min(1, native.BEST), native.BEST + 1)]
     data = bits.tobytes()
@@ -101,13 +98,13 @@ def codecs(bits: Bf16Bits) -> list[Codec]:
         import zipnn
 
         z = zipnn.ZipNN(method="HUFFMAN", input_format="byte", bytearray_dtype="bfloat16", threads=1)
-        made.append(Codec("ZipNN", lambda: z.compress(bytearray(data)), z.decompress, len))
+        made.append(Codec("ZipNN", lambda: z.compress(bytearray(data)), z.decompress))
     with contextlib.suppress(ImportError):
         import zstandard
 
         c = zstandard.ZstdCompressor(level=3, threads=0)
         d = zstandard.ZstdDecompressor()
-        made.append(Codec("zstd -3", lambda: c.compress(data), d.decompress, len))
+        made.append(Codec("zstd -3", lambda: c.compress(data), d.decompress))
     return made
 
 
@@ -127,7 +124,7 @@ def speed(name: str, bits: Bf16Bits, runs: int) -> list[Row]:
         coded = codec.encode()
         if not same(codec.decode(coded), bits):
             raise SystemExit(f"{codec.name} did not give back {name}")
-        size = 8 * codec.size(coded) / bits.size
+        size = 8 * len(coded) / bits.size
         row: Row = {"matrix": name, "codec": codec.name, "threads": 1, "exponent entropy": floor - 8}
         rows.append({**row, "bits/weight": size, "over floor": f"{100 * (size / floor - 1):+.2f} %"})
         work += [codec.encode, functools.partial(codec.decode, coded)]
@@ -165,19 +162,26 @@ def ratios(rows: list[Row], what: str) -> dict[str, float]:
     return found
 
 
-def sizes(name: str, matrices: list[Bf16Bits]) -> Row:
-    """Bits a weight over many matrices, each coded on its own."""
-    weights = sum(m.size for m in matrices)
-    floor = sum(m.size * (8 + entropy(m)) for m in matrices) / weights
-    ours = 8 * sum(len(exponent_fast.encode(m)) for m in matrices) / weights
-    return {
-        "matrix": name,
-        "codec": "moepack, sizes only",
-        "exponent entropy": floor - 8,
-        "bits/weight": ours,
-        "over floor": f"{100 * (ours / floor - 1):+.2f} %",
-        "overhead": ours / floor,
-    }
+def sizes(name: str, arrays: Sequence[Any], entropies: Sequence[float], coded: Sequence[int]) -> Row:
+    """Bits of a weight or code over many arrays, each coded on its own, beside entropies of their exponents in bits.
+
+    Args:
+        name: the first column's.
+        arrays: BF16's bits, or FP8 codes: what has no exponent is 8 or 4 bits, which no codec shortens.
+        entropies: of each array.
+        coded: its coded bytes.
+    """
+    weights = sum(m.size for m in arrays)
+    rest = 4 * arrays[0].itemsize
+    floor = sum(m.size * (rest + bits) for m, bits in zip(arrays, entropies, strict=True)) / weights
+    ours = 8 * sum(coded) / weights
+    row = {"matrix": name, "codec": "moepack, sizes only", "exponent entropy": floor - rest, "bits/weight": ours}
+    return row | {"over floor": f"{100 * (ours / floor - 1):+.2f} %", "overhead": ours / floor}
+
+
+def bf16_sizes(name: str, matrices: list[Bf16Bits]) -> Row:
+    """Of matrices in BF16."""
+    return sizes(name, matrices, [entropy(m) for m in matrices], [len(exponent_fast.encode(m)) for m in matrices])
 
 
 def fp8_codes(bits: Bf16Bits) -> Codes:
@@ -191,13 +195,10 @@ def fp8_codes(bits: Bf16Bits) -> Codes:
 
 
 def fp8_sizes(name: str, matrices: list[Codes]) -> Row:
-    """Bits a code over many matrices of codes, each coded on its own, beside four bits and the exponents' entropy."""
-    codes = sum(m.size for m in matrices)
-    floor = sum(m.size * (4 + entropy(m.astype(np.uint16) << 4 & 0x780)) for m in matrices) / codes
-    ours = sum(m.size if (c := fp8.encode(m)) is None else len(c) for m in matrices) * 8 / codes
-    over = f"{100 * (ours / floor - 1):+.2f} %"
-    row = {"matrix": f"FP8 codes of {name}", "codec": "moepack, sizes only", "exponent entropy": floor - 4}
-    return {**row, "bits/weight": ours, "over floor": over}
+    """Of FP8 codes; those that coding does not shorten stay as they are."""
+    entropies = [entropy(m.astype(np.uint16) << 4 & 0x780) for m in matrices]
+    coded = [m.size if (c := fp8.encode(m)) is None else len(c) for m in matrices]
+    return sizes(f"FP8 codes of {name}", matrices, entropies, coded)
 
 
 def fp8_speed(name: str, codes: Codes, runs: int) -> list[Row]:
@@ -257,8 +258,8 @@ def main() -> None:
     for i, (name, shape) in enumerate(shapes.items()):
         one += speed(name, gaussian(shape, i), runs)
     totals = [
-        sizes("Qwen3-30B-A3B down", [gaussian(SHAPES["Qwen3-30B-A3B down"], 1)]),
-        sizes(f"experts of {args.checkpoint.name}", trained(args.checkpoint)),
+        bf16_sizes("Qwen3-30B-A3B down", [gaussian(SHAPES["Qwen3-30B-A3B down"], 1)]),
+        bf16_sizes(f"experts of {args.checkpoint.name}", trained(args.checkpoint)),
     ]
     targets = [
         Target(f"size, {t['matrix']}: bits a weight over 8 + entropy", t["overhead"], 1.02, "lower") for t in totals

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from moepack.families.arguments import cache_in, with_cache
+from moepack.reports.intervals import clustered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Two-sided 95 % quantiles of Student's t by degrees of freedom; beyond the last the normal distribution's will do.
-_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 7: 2.36, 11: 2.20, 15: 2.13, 23: 2.07, 31: 2.04, 47: 2.01}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +40,8 @@ class Mean:
     @staticmethod
     def of(values: Sequence[float]) -> Mean:
         """Of one value a window."""
-        n = len(values)
-        if n < 2:
-            return Mean(statistics.fmean(values), math.inf)
-        quantile = next((q for degrees, q in reversed(_T.items()) if degrees <= n - 1), 1.96)
-        return Mean(statistics.fmean(values), quantile * statistics.stdev(values) / math.sqrt(n))
+        found = clustered(values, [1] * len(values))
+        return Mean(found.mean, found.high - found.mean)
 
 
 @dataclass(slots=True)
@@ -121,3 +116,30 @@ def _window(model: PreTrainedModel, ids: Tensor, prompt: int, out: Decoded) -> T
         out.tpot.append(time.perf_counter() - began)
         logits.append(got.logits[0, -1].float())
     return torch.stack(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """Seconds of a prompt's pass, and of each token's after it."""
+
+    prefill: float
+    decode: list[float]
+
+
+def passes(model: PreTrainedModel, prompt: list[int], steps: int) -> Passes:
+    """Read a prompt at once, and then the prompt's tokens again one by one, `steps` of them."""
+    from transformers.cache_utils import DynamicCache
+
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        cache = DynamicCache(config=model.config)
+        began = time.perf_counter()
+        model(ids, logits_to_keep=1, **with_cache(model, cache))
+        prefill = time.perf_counter() - began
+        decode = []
+        for i in range(steps):
+            one = ids[:, i % len(prompt)][:, None]
+            began = time.perf_counter()
+            model(one, logits_to_keep=1, **with_cache(model, cache))
+            decode.append(time.perf_counter() - began)
+    return Passes(prefill, decode)

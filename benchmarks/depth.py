@@ -13,7 +13,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,27 +82,43 @@ def filled(model: Any, depth: int) -> Any:
     return cache
 
 
-def measured(name: str, depths: Sequence[int]) -> list[Row]:
-    """The layer's rows, by depth."""
+def one_layer(name: str) -> Any:
+    """A model of one layer of LAYERS, with random weights."""
     kind, facts = LAYERS[name]
     torch.manual_seed(0)
-    own: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **facts), dtype=torch.bfloat16)
-    sides = {"own": own.eval(), "ours": served(copy.deepcopy(own)).eval()}
+    config = AutoConfig.for_model(kind, **COMMON, **facts)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def turns(sides: Mapping[str, tuple[Any, Any]], depth: int, rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of a processor for a decoded token in a layer, by side, a model and its cache; all take turns."""
+    took: dict[str, list[float]] = {name: [] for name in sides}
+    first, _ = next(iter(sides.values()))
+    x = torch.randn(1, 1, first.config.hidden_size).bfloat16()
+    turn = first.model.rotary_emb(x, torch.tensor([[depth]]))
+    for number in range(rounds + 1):
+        for name, (model, cache) in sides.items():
+            began = time.process_time()
+            with torch.no_grad():
+                model.model.layers[0].self_attn(
+                    hidden_states=x, position_embeddings=turn, attention_mask=None, cache=cache
+                )
+            if number:  # the first token copies a cache to where it has room
+                took[name].append(1e3 * (time.process_time() - began))
+    return took
+
+
+def measured(name: str, depths: Sequence[int]) -> list[Row]:
+    """The layer's rows, by depth."""
+    own = one_layer(name)
+    models = {"own": own, "ours": served(copy.deepcopy(own)).eval()}
     rows = []
     for depth in depths:
-        caches = {side: filled(model, depth) for side, model in sides.items()}
-        grow_in_place(caches["ours"], depth + ROUNDS)
-        x = torch.randn(1, 1, own.config.hidden_size).bfloat16()
-        turn = own.model.rotary_emb(x, torch.tensor([[depth]]))
-        took: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(ROUNDS):
-            for side, model in sides.items():
-                module = model.model.layers[0].self_attn
-                began = time.process_time()
-                with torch.no_grad():
-                    module(hidden_states=x, position_embeddings=turn, attention_mask=None, cache=caches[side])
-                took[side].append(1e3 * (time.process_time() - began))
-        held: Any = caches["ours"].layers[0]
+        sides = {side: (model, filled(model, depth)) for side, model in models.items()}
+        _, cache = sides["ours"]
+        grow_in_place(cache, depth + ROUNDS + 1)
+        took = turns(sides, depth, ROUNDS)
+        held: Any = cache.layers[0]
         weights = sum(p.nbytes for p in own.model.layers[0].self_attn.parameters())
         size = weights + held.keys.nbytes + held.values.nbytes
         ms = {side: statistics.median(times) for side, times in took.items()}

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from benchmarks.common import arguments, finish
 
 if TYPE_CHECKING:
@@ -48,273 +50,8 @@ MORE_CODED = 3.0  # the same for a cache in 8 bits
 CLOSE = 1e-3  # of the logits' norm; weights are the same, sums are in another order
 _HAS_EXPERTS = re.compile(r"use_experts_implementation|^class \w*(Experts|MoE|Moe|MOE|SparseMoeBlock)\w*\(", re.M)
 _ATTENTION = re.compile(r'"((?:full|\w*sliding|chunked|indexed|linear|window|\w*compressed_sparse)_attention)"')
-# By any of the names that families have for it, what a configuration is made small with.
-SMALL: dict[str, object] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "vocab_size": 4096,
-    "max_position_embeddings": 512,
-    "unpadded_vocab_size": 4096,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "moe_num_experts": 8,
-    "num_shared_experts": 1,
-    "n_shared_experts": 1,
-    "shared_expert_intermediate_size": 48,
-    "moe_shared_expert_intermediate_size": 48,
-    "shared_intermediate_size": 48,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "router_aux_loss_coef": 0.0,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "moe_top_k": 2,
-    "moe_num_shared_experts": 1,
-    "num_dense_layers": 1,
-    "n_layers": 2,
-    "num_layers": 2,
-    "n_heads": 4,
-    "kv_n_heads": 2,
-    "ffn_hidden_size": 96,
-    "expert_ffn_hidden_size": 48,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "index_topk": 8,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "mamba_chunk_size": 16,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 16,
-    "n_groups": 1,
-    "chunk_size": 16,
-    "linear_head_dim": 16,
-    "linear_num_heads": 4,
-    "router_hidden_size": 32,
-    "o_groups": 2,
-    "o_lora_rank": 32,
-    "use_qk_norm": True,
-    "sliding_window": 8,
-    "attention_chunk_size": 8,
-    "sliding_window_size": 8,
-}
-TOWER: dict[str, object] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "depth": 1,
-    "num_attention_heads": 2,
-    "num_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "out_hidden_size": 64,
-    "image_size": 32,
-    "patch_size": 16,
-}
-_QWEN4: dict[str, object] = {
-    "num_hidden_layers": 4,
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 16,
-    "indexer_budget": 32,
-    "indexer_compress_ratio": 4,
-    "hc_lowrank": 16,
-    "ple_layer_ids": [1],
-    "heads_per_ngram": 2,
-    "ngram_vocab_size_base": 100,
-    "split_ngram_parts": 2,
-}
-_SLIDES: dict[str, object] = {
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
-_DENSE: dict[str, object] = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
-_CHUNKED: dict[str, object] = {
-    "num_experts_per_tok": 1,
-    "intermediate_size_mlp": 96,
-    "num_hidden_layers": 3,
-    "no_rope_layers": [1, 0, 1],
-    "moe_layers": [1, 2],
-}
-_NOTE: dict[str, object] = {
-    **_DENSE,
-    "num_hidden_layers": 3,
-    "layer_types": ["indexed_attention", "sliding_attention", "full_attention"],
-}
-_M3: dict[str, object] = {
-    **_DENSE,
-    "num_hidden_layers": 3,
-    "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
-}
-_INKLING: dict[str, object] = {
-    **_DENSE,
-    "num_hidden_layers": 3,
-    "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
-}
-_FOUR = {"num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
-_SHARED = {**_FOUR, "indexer_types": ["full", "shared", "full", "shared"]}  # a choice of tokens serves two layers
-_GEMMA4: dict[str, object] = {
-    "enable_moe_block": True,
-    "top_k_experts": 2,
-    "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 4096,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
-    "sliding_window": 16,
-}
-_INKLING2: dict[str, object] = {
-    "num_hidden_layers": 4,
-    "n_layers_per_attn_res_block": 2,
-    "layer_types": ["hybrid_sliding", "hybrid"] * 2,
-    "sliding_window_size": 16,
-    "vision_config": {"text_hidden_size": 64},
-}
-_INKLING2_LOOP = {**_INKLING2, "loop_layer_index_start": 2, "loop_layer_index_end": 4, "loop_num_passes": 2}
-# What is small in another way, by model_type; for a model with towers, of its text configuration, of another part under
-# its name, and under "" of the whole.
-OWN: dict[str, dict[str, Any]] = {
-    "afmoe": _SLIDES,
-    "bailing_hybrid": {"layer_group_size": 2},
-    "beam": {**_SLIDES, **_DENSE},
-    "cohere2_moe": {**_SLIDES, **_DENSE},
-    "dbrx": {
-        "d_model": 64,
-        "n_heads": 4,
-        "max_seq_len": 512,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 8, "moe_top_k": 2},
-    },
-    "deepseek_ocr2": {"mlp_layer_types": ["dense", "sparse"]},
-    "deepseek_v4": {
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 3,
-        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"],
-        "mlp_layer_types": ["hash_moe", "moe", "moe"],
-    },
-    "doge": {"is_moe": True, "num_experts": 16},
-    "dots1": _SLIDES,
-    "dots3_note": {
-        **_NOTE,
-        "vision_config": {
-            "mlp_layer_types": ["dense"],
-            "per_layer_config": {},
-            "adapter_in_dim": 32,
-            "adapter_out_dim": 64,
-        },
-        "audio_config": {"whisper_adapter_in_dim": 32, "whisper_adapter_out_dim": 64},
-    },
-    "dots3_note_text": _NOTE,
-    "ernie4_5_vl_moe": {
-        "moe_intermediate_size": [48, 32],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
-    },
-    "exaone_moe": {**_SLIDES, **_DENSE},
-    "flint": {**_SLIDES, "mlp_only_layers": [0]},
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
-    "glm5_next": {
-        **_FOUR,
-        "qk_rope_head_dim": 0,
-        "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "indexed_attention"],
-        "indexer_types": ["full", "full", "shared", "full"],
-        "index_kpool": 4,
-    },
-    "glm_moe_dsa": _SHARED,
-    "glm4v_moe": {
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-    },
-    "gpt_oss": _SLIDES,
-    "granitemoe_swa": _SLIDES,
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "hy_v4": _SHARED,
-    "hy_v4_vl": {
-        **_SHARED,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-    },
-    "inkling2": _INKLING2,
-    "inkling2_loop": _INKLING2_LOOP,
-    "inkling2_loop_text": {k: v for k, v in _INKLING2_LOOP.items() if k != "vision_config"},
-    "inkling2_text": {k: v for k, v in _INKLING2.items() if k != "vision_config"},
-    "inkling_mm_model": _INKLING,
-    "inkling_text": _INKLING,
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"]},
-    "kolibri1": _SLIDES,
-    "laguna": {**_SLIDES, **_DENSE},
-    "lara_mini": {
-        "num_hidden_layers": 3,
-        "layer_types": ["linear_attention", "sliding_attention", "full_attention"],
-    },
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "llama4": _CHUNKED,
-    "llama4_text": _CHUNKED,
-    "longcat_flash": {"zero_expert_num": 4},
-    "mellum": {**_SLIDES, **_DENSE},
-    "minimax_m3_vl": _M3,
-    "minimax_m3_vl_text": _M3,
-    "mistral_large4": {
-        **_FOUR,
-        "indexer_types": ["full", "full", "shared", "full"],
-        "kv_source_layers": [0, 0, 0, 3],
-        "no_rope_layers": [1, 1, 1, 0],
-    },
-    "mimo_v2_flash": {**_SLIDES, **_DENSE, "num_key_value_heads": 2},
-    "muse_spark": {
-        **_SLIDES,
-        **_DENSE,
-        "audio_config": {"hidden_sizes": [16] * 4, "depths": [1] * 4, "num_hidden_layers": 4, "out_hidden_size": 64},
-        "": {"projector_hidden_size": 64, "out_hidden_size": 64},
-    },
-    "qwen2_moe": {**_SLIDES, "use_sliding_window": True, "mlp_only_layers": [0]},
-    "qwen3_moe": {"num_hidden_layers": 3, "mlp_only_layers": [0]},
-    "qwen3_5_moe": {"num_hidden_layers": 4},
-    "qwen3_5_moe_text": {"num_hidden_layers": 4},
-    "qwen3_next": {"num_hidden_layers": 4},
-    "qwen3_omni_moe": {"": {"enable_audio_output": False}},
-    "qwen4_exp": _QWEN4,
-    "qwen4_exp_text": _QWEN4,
-    "step3p7": {
-        "num_hidden_layers": 3,
-        "mlp_layer_types": ["dense", "sparse", "sparse"],
-        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-        "sliding_window": 16,
-        "share_expert_dim": 48,
-        "swiglu_limits": [0.0, 0.0, 0.05],
-    },
-    "unlimited_ocr": {
-        **_DENSE,
-        "num_hidden_layers": 3,
-        "layer_types": ["reference_sliding_attention", "full_attention", "reference_sliding_attention"],
-    },
-    "zaya": {
-        "num_experts_per_tok": 1,
-        "num_hidden_layers": 3,
-        "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
-        "sliding_window": 16,
-    },
-}
+# Of configurations: `small`, `tower` and `own`, which the file explains.
+SIZES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +90,7 @@ def attentions(model_type: str) -> set[str]:
 
 def small(model_type: str) -> PreTrainedConfig:
     """The configuration of a small model."""
-    return _small(_by_name(model_type), SMALL, OWN.get(model_type, {}))
+    return _small(_by_name(model_type), SIZES["small"], SIZES["own"].get(model_type, {}))
 
 
 def _by_name(model_type: str) -> type[PreTrainedConfig] | None:
@@ -374,7 +111,7 @@ def _small(kind: Any, values: Mapping[str, object], own: Mapping[str, Any]) -> P
         if dataclasses.is_dataclass(part) and name in known:
             text = name in ("text_config", "thinker_config")
             its = {n: v for n, v in own.items() if n not in (*parts, "")} if text else own.get(name, {})
-            made = _small(part, SMALL if text else TOWER, its)
+            made = _small(part, SIZES["small" if text else "tower"], its)
             given[name] = made.to_dict()
     reached = known | set(getattr(kind, "attribute_map", {}))
     given |= {n: v for n, v in values.items() if n in reached and not (parts and n not in _PLAIN)}

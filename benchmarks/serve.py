@@ -34,7 +34,8 @@ from pathlib import Path
 
 from benchmarks.clients import Ask, Reply, clients, percentile, stream
 from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
-from benchmarks.limited.cage import Cage
+from benchmarks.limited.cage import Cage, anonymous
+from moepack.calibrate.text.documents import documents
 from moepack.runtime.planning.sizes import parse_size
 
 POLICIES = ("hotness", "uniform", "lru")
@@ -91,16 +92,9 @@ def transformers_serve(checkpoint: Path) -> Iterator[tuple[int, int]]:
         process.wait()
 
 
-def texts(path: Path) -> list[str]:
-    """The documents of a file: lines of text, or of JSON whose first string counts."""
-    out = []
-    for line in path.read_text().splitlines():
-        found = json.loads(line) if path.suffix == ".jsonl" else line
-        if isinstance(found, dict):
-            found = next((v for v in found.values() if isinstance(v, str)), "")
-        if len(found) > 40:
-            out.append(str(found))
-    return out
+def prompts_of(path: Path) -> list[str]:
+    """The documents of a file, without short ones and conversations."""
+    return [one for one in documents(str(path)) if isinstance(one, str) and len(one) > 40]
 
 
 def asking(port: int, model: str, prompts: list[list[str]], tokens: int, length: int, own: bool) -> Ask:
@@ -136,12 +130,6 @@ def live(port: int) -> Row:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/live") as answer:
         found: Row = json.load(answer)
         return found
-
-
-def resident(pid: int) -> int:
-    """Bytes of a process's memory that are its own."""
-    found = re.search(r"RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) * 1024 if found else 0
 
 
 def soak(
@@ -180,7 +168,7 @@ def soak(
                 raise SystemExit(f"the kernel killed the server in its cage of {cage.limit} bytes")
             now = live(port)
             errors += sum(r.error is not None and "no text" not in r.error for r in replies)
-            row = {"minutes": (time.monotonic() - began) / 60, "MB": resident(pid) / 1e6, "answers": len(replies)}
+            row = {"minutes": (time.monotonic() - began) / 60, "MB": anonymous(pid) / 1e6, "answers": len(replies)}
             row |= {"errors": errors, "promotions": now["counters"]["promotions"], "left": gone[0], "gave up": gone[1]}
             row |= {"waits": now["counters"]["forward_waits"], "peak": now["budget"]["peak"] / now["budget"]["total"]}
             row |= {"steps": now["totals"]["steps"], "process MB": now["budget"]["process_bytes_peak"] / 1e6}
@@ -310,7 +298,7 @@ def main() -> None:
     options = parser.parse_args()
     options.tokens = options.tokens or (None if options.soak else 64)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    prompts = [texts(path) for path in options.data]
+    prompts = [prompts_of(path) for path in options.data]
     with tempfile.TemporaryDirectory() as work:
         checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
         bundle = options.bundle or built(Path(work), checkpoint or EXAMPLES / "mini-qwen3-moe")

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from moepack.families.arguments import cache_of, inputs
 from moepack.runtime.devices import graphs
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.gpu import takes
-from moepack.runtime.experts.handles import RUN_THERE, LayerExperts
+from moepack.runtime.experts.handles import RUN_THERE, LayerExperts, seen
 from moepack.runtime.step.context import Step, opened
+from moepack.runtime.step.counters import Counters
 
 if TYPE_CHECKING:
     from transformers.utils.generic import ModelOutput
@@ -257,7 +257,7 @@ class DecodeGraphs:
             return False
         return all(
             takes(layer, step, tokens, 1) and snapshot.places <= RUN_THERE
-            for layer, snapshot in zip(self._layers, step.snapshots, strict=True)
+            for layer, snapshot in zip(self._layers, seen(step), strict=True)
         )
 
     def _capture(
@@ -277,10 +277,10 @@ class DecodeGraphs:
             own = [t.detach().clone() for t in tensors]
             if step.counters is not None:
                 counters = step.counters.like()
-            if step.table is not None:
-                words = step.table.words.clone()
-        seen = step.snapshots if words is None else [s.over(w) for s, w in zip(step.snapshots, words, strict=True)]
-        inner = replace(step, snapshots=tuple(seen), counters=counters, table=None, routed=None)
+            if step.words is not None:
+                words = step.words.clone()
+        layers = seen(step) if words is None else [s.over(w) for s, w in zip(seen(step), words, strict=True)]
+        inner = replace(step, snapshots=tuple(layers), counters=counters, words=None, routed=None)
         args, kwargs = _with(of, iter(own))
         out = dict[str, Tensor | None]()
         kind: list[type[ModelOutput]] = []
@@ -327,15 +327,15 @@ class DecodeGraphs:
                 step.packed.write_table()
             for to, source in zip(made.given, tensors, strict=True):
                 to.copy_(source, non_blocking=True)
-            if made.words is not None:
-                made.words.copy_(step.table.words, non_blocking=True)
+            if made.words is not None and step.words is not None:
+                made.words.copy_(step.words, non_blocking=True)
             made.graph.replay()
 
     def _output(self, made: _Captured, step: Step, cache: object) -> ModelOutput:
         """Return copies of what the replay makes, and add its counts to the step's."""
         with torch.no_grad():
             if made.counters is not None:
-                made.counters.copy_to(step.counters)
+                made.counters.copy_to(step.counted)
             return made.kind(**{k: cache if v is None else v.clone() for k, v in made.out.items()})
 
 
@@ -356,8 +356,8 @@ def _addresses(owner: Any, step: Step) -> tuple[int, ...]:
         held = [owner.there.data_ptr()]
     else:
         held = [t.data_ptr() for x in owner.layers for t in (x.keys, x.values, x.cumulative_length)]
-    if step.table is None:
-        held += [s.device_table().data_ptr() for s in step.snapshots]
+    if step.words is None:
+        held += [s.device_table().data_ptr() for s in seen(step)]
     return tuple(held)
 
 

@@ -26,14 +26,14 @@ from moepack.families.arguments import CACHE_NAMES, bound, cache_of, inputs, use
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices import graphs
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward
-from moepack.runtime.experts.handles import LayerExperts, Snapshot
+from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
 from moepack.runtime.experts.prediction import Prediction, tell_logits
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
 from moepack.runtime.step.context import PackedCache, RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
+from moepack.runtime.step.counters import Counters
 
 from .model_methods import model_methods
 from .trace import Record, TraceWriter
@@ -191,8 +191,8 @@ class ForwardWrapper:
                 if traced:
                     experts = [x.of.layer.experts for x in self._layers]
                     device = self._layers[0].of.device
-                    step.counters = Counters(experts, (), device)
-                    step.counters.mask = text
+                    step.counters = counters = Counters(experts, (), device)
+                    counters.mask = text
             else:
                 prompt, done = stack.enter_context(manager.sequence(given))
                 told.append(done)
@@ -208,9 +208,9 @@ class ForwardWrapper:
 
             yield tell
             if traced:
-                counts = [row.tolist() for row in step.counters.take()[0]]
+                counts = [row.tolist() for row in step.counted.take()[0]]
         if traced:
-            self._write(counts, step.snapshots)
+            self._write(counts, seen(step))
 
     def replayed(
         self, forward: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object], given: dict[str, object]
@@ -325,7 +325,7 @@ class ForwardWrapper:
         self._resident = resident
         self._trace = TraceWriter(Path(path), policy, layers, [v.name for v in bundle.manifest.versions])
 
-    def _write(self, counts: list[list[int]], seen: Sequence[Snapshot]) -> None:
+    def _write(self, counts: list[list[int]], layers: Sequence[Snapshot]) -> None:
         manager = self._manager
         now = time.monotonic()
         queues = manager.transitions.queues() if manager is not None else Queues(0, 0, 0)
@@ -336,7 +336,7 @@ class ForwardWrapper:
             record = Record(
                 self._written,
                 now - self._began,
-                [[-1 if h.version is None else x.of.numbers[h.version.name] for h in x.handles] for x in seen],
+                [[-1 if h.version is None else x.of.numbers[h.version.name] for h in x.handles] for x in layers],
                 counts,
                 queues.updates,
                 queues.evictions,

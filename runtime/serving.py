@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from moepack.pack.reader import Bundle
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds
@@ -24,6 +23,7 @@ from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.on_demand import MovedBytes
 from moepack.runtime.residency.reserves import EvictionReserve, FreeReserve
 from moepack.runtime.step.context import RoutingCounter
+from moepack.runtime.step.counters import Counters
 
 from .forward_wrapper import ForwardWrapper
 from .process_limit import ProcessLimit

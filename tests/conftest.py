@@ -17,7 +17,7 @@ import typer.main
 from filelock import FileLock
 from hostile_edits import signed
 from hypothesis import HealthCheck, settings
-from support import RTN, tree
+from support import RTN, build_from, tree
 
 os.environ.setdefault(
     "MOEPACK_LIMITS", "fixed"
@@ -39,8 +39,6 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and not Path(torch.__spec__.c
     _bytecode = tempfile.TemporaryDirectory()
     os.environ["PYTHONPYCACHEPREFIX"] = _bytecode.name
 
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.experts import backends
 from moepack.runtime.patches import UNUSED
 from moepack.runtime.planning import fixed
@@ -192,13 +190,13 @@ def made_once(tmp_path_factory):
 @pytest.fixture(scope="session")
 def bundle(demo_model, text, made_once):
     """A bundle of the demo model, rounded to nearest. Read only, and shared by all processes of the run."""
-    return made_once("mini", lambda path: build(demo_model, path, parse_recipe(QUICK, "quick"), [text]))
+    return made_once("mini", lambda path: build_from(QUICK, demo_model, path, [text]))
 
 
 @pytest.fixture(scope="session")
 def whole(short_model, text, made_once):
     """The files of an undisturbed build of the short model, with which stopped and staged builds are compared."""
-    return tree(made_once("whole", lambda path: build(short_model, path, parse_recipe(RTN, "test"), [text])))
+    return tree(made_once("whole", lambda path: build_from(RTN, short_model, path, [text])))
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def error(setting: Setting, version: Version, dtype: torch.dtype, tokens: int, b
 def _layer(matrices: tuple[Matrix, ...], version: Version, experts: int, device: torch.device) -> Snapshot:
     """Experts like trained ones: scales of one size, zero points about the middle, biases."""
     if version.plain:
-        return gpu.layer_like(matrices, [version], [version.name] * experts, device, 0)
+        return gpu.layer_like(matrices, version, experts, device, 0)
     made = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device)
     rng = np.random.default_rng(0)
     for e in range(experts):
@@ -96,16 +96,5 @@ def layers(setting: Setting) -> Rows:
 def layer(setting: Setting, version: Version, tokens: int) -> Measured:
     """Microseconds of a layer's forward, routing to weighted sum."""
     sizes = (128, 32, 4, 2) if setting.small else (2048, 768, 128, 8)
-    rows, _ = gpu.measure(
-        "Qwen3-30B-A3B",
-        sizes,
-        [version],
-        3 if setting.small else 20,
-        setting.torch,
-        (tokens,),
-        setting.cache or None,
-        mixed=False,
-    )
-    (row,) = rows
-    more = {k: row[k] for k in ("torch BF16 us", "bytes floor us", "over floor", "MB")}
-    return Measured(row["ours us"], "us", more=more)
+    row = gpu.measure(sizes, version, tokens, 3 if setting.small else 20, setting.torch, setting.cache)
+    return Measured(row.pop("ours us"), "us", more=row)

@@ -61,11 +61,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a row is measured. `on_cpu` says that it is also run where no GPU is; `needs` why it cannot be run at all."""
+    """How a row is measured. `on_cpu` says that it is also run where no GPU is."""
 
     work: Callable[[], Measured]
     on_cpu: bool = False
-    needs: str = ""
 
 
 Rows = dict[str, Entry]

@@ -36,8 +36,6 @@ def child(entries: Rows, names: Sequence[str], setting: Setting) -> None:
         print(MARK + json.dumps({"begun": name}), flush=True)
         entry = entries[name]
         try:
-            if entry.needs:
-                raise Skipped(entry.needs)
             if not setting.on_gpu and not entry.on_cpu:
                 raise Skipped(NO_GPU)
             row = shown(name, entry.work(), setting.on_gpu)

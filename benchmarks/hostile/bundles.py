@@ -16,12 +16,12 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.common import Row
+from benchmarks.limited.bundle import put_layer
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.bits import Bf16Bits, Buffer
 from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import MoepackError
-from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import MANIFEST, Manifest
 from moepack.pack.reader import open_bundle, verify
 from moepack.pack.safetensors_file import make_header
@@ -116,22 +116,12 @@ def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
             found["reuse"] = np.full((), 0.5, np.float32)
             tables |= {f"layers.{layer.index}.{name}": value for name, value in found.items()}
             for version in versions:
-                path = target.with_name(f"{version.name}-{layer.index}")
-                with LayerFileWriter(path, version.name, layer) as file:
-                    for _ in range(layer.experts):
-                        file.add(*_extent(layer.matrices, version, numbers))
-                assert file.entry is not None
-                writer.adopt(layer.file(version.name), path, file.entry)
-                path.unlink()
+                extents = (_extent(layer.matrices, version, numbers) for _ in range(layer.experts))
+                put_layer(writer, target.with_name("aside"), version, layer, extents)
         for version in DENSE_VERSIONS:
             for part in dense_layers(DENSE):
-                path = target.with_name(f"dense-{version.name}-{part.label}")
-                with LayerFileWriter(path, version.name, part) as file:
-                    for m in part.matrices:
-                        file.add(*_extent((m.matrix,), version, numbers))
-                assert file.entry is not None
-                writer.adopt(part.file(version.name), path, file.entry)
-                path.unlink()
+                extents = (_extent((m.matrix,), version, numbers) for m in part.matrices)
+                put_layer(writer, target.with_name("aside"), version, part, extents)
         shape = (len(DENSE), len(DENSE_VERSIONS))
         tables |= {f"dense.{name}": np.full(shape, 0.1, np.float32) for name in ("relative", "mse")}
         tables |= {"dense.method": np.zeros(shape, np.uint8), "dense.signal": np.ones(len(DENSE), np.float32)}

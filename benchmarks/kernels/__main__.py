@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, lower_quartile
+from benchmarks.decoding import Passes, passes
 from moepack.pack.spec import Matrix
 
 from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
@@ -79,53 +81,37 @@ def measure(
         size = v.resident_size(matrices)
         pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)), pages)
     module = Module()
-    work = {}
-    clock = _clock()
+    work: dict[str, Timed] = {}
 
-    def layer_of(versions: list[str]) -> Callable[[int], object]:
+    def layer_of(versions: list[str]) -> Timed:
         layer = Layer(matrices, experts)
 
-        def run(i: int) -> object:
+        def prepared(i: int) -> Callable[[], object]:
             for k, e in enumerate(used):
                 pool = pools[versions[k]]
                 layer.use(e, pool, (i * len(used) + k) % len(pool))
-            began = clock()
-            forward(LayerCall(module, layer, x, index, gates))  # type: ignore[arg-type]
-            spent.append(clock() - began)
-            return None
+            return partial(forward, LayerCall(module, layer, x, index, gates))  # type: ignore[arg-type]
 
-        spent: list[float] = []
-        run.spent = spent  # type: ignore[attr-defined]
-        return run
+        return Timed(prepared)
 
-    def torch_run() -> Callable[[int], object]:
+    def torch_run() -> Timed:
         layer = Layer(matrices, experts)
-        spent: list[float] = []
 
-        def run(i: int) -> None:
+        def prepared(i: int) -> Callable[[], object]:
             weights: list[Sequence[torch.Tensor]] = [()] * experts
             for k, e in enumerate(used):
                 layer.use(e, pools["bf16"], (i * len(used) + k + len(used)) % len(pools["bf16"]))
                 weights[e] = layer.handles[e].weights
-            began = clock()
-            torch_forward(weights, x, index, gates)
-            spent.append(clock() - began)
+            return partial(torch_forward, weights, x, index, gates)
 
-        run.spent = spent  # type: ignore[attr-defined]
-        return run
+        return Timed(prepared)
 
-    def reading(pool: Pool) -> Callable[[int], object]:
-        spent: list[float] = []
-
-        def run(i: int) -> None:
+    def reading(pool: Pool) -> Timed:
+        def prepared(i: int) -> Callable[[], object]:
             at = (np.arange(len(used)) + (i * 2 + 1) * len(used)) % len(pool)
-            addresses = pool.addresses[at]
-            began = clock()
-            read(addresses, pool.size)
-            spent.append(clock() - began)
+            return partial(read, pool.addresses[at], pool.size)
 
-        run.spent = spent  # type: ignore[attr-defined]
-        return run
+        return Timed(prepared)
 
     for name, pool in pools.items():
         work[name] = layer_of([name] * len(used))
@@ -139,8 +125,8 @@ def measure(
     with torch.inference_mode():
         for i in range(runs + 1):
             for one in work.values():
-                one(i)
-    seconds = {name: lower_quartile(one.spent[1:]) for name, one in work.items()}  # type: ignore[attr-defined]
+                one.turn(i)
+    seconds = {name: lower_quartile(one.spent[1:]) for name, one in work.items()}
     rows = []
     for name, pool in pools.items():
         rows.append(_row(shape, name, tokens, seconds[name], seconds.get("torch"), seconds[f"read {name}"]))
@@ -158,6 +144,22 @@ def measure(
         rows.append(_row(shape, "mixed", tokens, seconds["mixed"], seconds["torch"], floor))
         rows[-1]["over uniform"] = seconds["mixed"] / sum(share[name] * seconds[name] for name in pools)
     return rows
+
+
+class Timed:
+    """One side: `prepared` is given the turn and returns what the clock runs over; `spent` has the turns' seconds."""
+
+    def __init__(self, prepared: Callable[[int], Callable[[], object]]) -> None:
+        self._prepared = prepared
+        self._clock = _clock()
+        self.spent: list[float] = []
+
+    def turn(self, number: int) -> None:
+        """Run once."""
+        work = self._prepared(number)
+        began = self._clock()
+        work()
+        self.spent.append(self._clock() - began)
 
 
 def dequantised(matrices: tuple[Matrix, ...], pool: Pool) -> float:
@@ -195,10 +197,8 @@ def _row(shape: str, version: str, tokens: int, ours: float, theirs: float | Non
 def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[list[Row], list[Target]]:
     """Decode and prefill tokens a second of a bundle and of transformers' experts implementations."""
     from transformers import AutoModelForCausalLM
-    from transformers.cache_utils import DynamicCache
 
     import moepack
-    from moepack.families.arguments import with_cache
     from moepack.pipeline.build import build
     from moepack.pipeline.recipe import parse_recipe
     from moepack.runtime.patches import quiet_libraries
@@ -215,26 +215,18 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
         build(checkpoint, Path(work) / "bundle", parse_recipe(recipe, "benchmark"), [text])
         for version in versions:
             models[version] = moepack.load(Path(work) / "bundle", policy=f"static:{version}")
-        ids = torch.randint(1, 4000, (1, 512), generator=torch.Generator().manual_seed(0))
+        prompt = torch.randint(1, 4000, (512,), generator=torch.Generator().manual_seed(0)).tolist()
         steps = 16
-        times: dict[str, dict[str, list[float]]] = {name: {"prefill": [], "decode": []} for name in models}
-        with torch.inference_mode():
-            for _ in range(runs + 1):
-                for name, model in models.items():
-                    cache = DynamicCache(config=model.config)
-                    began = time.perf_counter()
-                    model(ids, **with_cache(model, cache))
-                    times[name]["prefill"].append(time.perf_counter() - began)
-                    for _ in range(steps):
-                        began = time.perf_counter()
-                        model(ids[:, :1], **with_cache(model, cache))
-                        times[name]["decode"].append(time.perf_counter() - began)
+        times: dict[str, list[Passes]] = {name: [] for name in models}
+        for _ in range(runs + 1):
+            for name, model in models.items():
+                times[name].append(passes(model, prompt, steps))
     rates = {
         name: {
-            "decode": 1 / statistics.median(t["decode"][steps:]),
-            "prefill": ids.shape[1] / statistics.median(t["prefill"][1:]),
+            "decode": 1 / statistics.median(second for one in of[1:] for second in one.decode),
+            "prefill": len(prompt) / statistics.median(one.prefill for one in of[1:]),
         }
-        for name, t in times.items()
+        for name, of in times.items()
     }
     rows = []
     targets = []

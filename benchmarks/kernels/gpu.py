@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.common import Row, Target
+from benchmarks.common import Row
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts.gpu import forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
@@ -35,17 +35,16 @@ def module_like() -> Any:
 
 
 def layer_like(
-    matrices: tuple[Matrix, ...], versions: Sequence[Version], of_expert: Sequence[str], device: torch.device, seed: int
+    matrices: tuple[Matrix, ...], version: Version, experts: int, device: torch.device, seed: int
 ) -> Snapshot:
-    """A layer whose experts are in the versions named, their extents random."""
-    layer = LayerExperts(ExpertLayer(0, "experts", len(of_expert), matrices), versions, device)
-    by_name = {v.name: v for v in versions}
+    """A layer whose experts have random extents of a version."""
+    layer = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device)
     generator = torch.Generator(device).manual_seed(seed)
-    for e, name in enumerate(of_expert):
-        size = by_name[name].resident_size(matrices)
+    size = version.resident_size(matrices)
+    for e in range(experts):
         extent = torch.randint(0, 1 << 15, (size // 2,), dtype=torch.int16, generator=generator, device=device)
         extent.bitwise_and_(0x03FF).bitwise_or_(0x3C00)  # as BF16: near 0.01; as codes: whatever
-        layer.publish(e, layer.of.over(by_name[name], extent.view(torch.uint8)))
+        layer.publish(e, layer.of.over(version, extent.view(torch.uint8)))
     return layer.current
 
 
@@ -118,69 +117,32 @@ def _all(work: Callable[[T], object], items: Sequence[T]) -> None:
 
 
 def measure(
-    shape: str,
-    sizes: tuple[int, int, int, int],
-    versions: Sequence[Version],
-    runs: int,
-    device: torch.device,
-    all_tokens: Sequence[int] = (1, 16, 2048),
-    cache: int | None = None,
-    mixed: bool = True,
-) -> tuple[list[Row], list[Target]]:
-    """Rows and targets of one layer: decode with 1 and 16 tokens, prefill with 2,048; and of all versions `mixed`.
+    sizes: tuple[int, int, int, int], version: Version, tokens: int, runs: int, device: torch.device, cache: int
+) -> Row:
+    """One layer's forward, all its experts in one version, ours and torch's.
 
-    One run goes through so many layers that their experts take over four times `cache` (default: the device's L2). On a
-    CPU, with Triton's interpreter, it shows that everything runs.
+    One run goes through so many layers that their experts take over four times `cache` bytes, those of the device's L2.
+    On a CPU, with Triton's interpreter, it shows that everything runs.
     """
     hidden, inner, experts, top_k = sizes
     matrices = (Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner))
-    on_gpu = device.type == "cuda"
-    if cache is None:
-        cache = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
-    room = torch.empty(1 << (30 if on_gpu else 20), dtype=torch.uint8, device=device)
+    room = torch.empty(1 << (30 if device.type == "cuda" else 20), dtype=torch.uint8, device=device)
     half = len(room) // 2
     rate = len(room) / seconds(lambda: room[:half].copy_(room[half:]), runs)
     weights = [torch.randn(experts, m.rows, m.cols, device=device).mul_(0.02).bfloat16() for m in matrices]
     module = module_like()
-    size = {v.name: v.resident_size(matrices) for v in versions}
-    mixes = {v.name: [v.name] * experts for v in versions}
-    if mixed:
-        mixes["mixed"] = [versions[e % len(versions)].name for e in range(experts)]
-    theirs = {}
-    rows = []
-    targets = []
-    inputs = {}
+    size = version.resident_size(matrices)
     with torch.inference_mode():
-        for n in all_tokens:
-            x = torch.randn(n, hidden, device=device).bfloat16()
-            gates = torch.full((n, top_k), 1 / top_k, device=device)
-            chosen = routings(n, experts, top_k, device)
-            inputs[n] = x, gates, chosen
-            work = replayed(partial(_all, partial(grouped, weights[0], weights[1], x), chosen))
-            theirs[n] = seconds(work, runs) / len(chosen)
-        for name, of_expert in mixes.items():
-            count = 4 * cache // sum(size[n] for n in of_expert) + 1
-            layers = [layer_like(matrices, versions, of_expert, device, i) for i in range(count)]
-            for tokens, (x, gates, chosen) in inputs.items():
-                calls = [LayerCall(module, k, x, i, gates) for k in layers for i in chosen]
-                ours = seconds(replayed(partial(_all, served, calls)), runs) / len(calls)
-                used = [{int(e) for e in i.reshape(-1)} for i in chosen]
-                floor = sum(size[of_expert[e]] for some in used for e in some) / len(used) / rate
-                rows.append(
-                    {
-                        "shape": f"{shape}, {device.type}",
-                        "version": name,
-                        "tokens": tokens,
-                        "ours us": ours * 1e6,
-                        "torch BF16 us": theirs[tokens] * 1e6,
-                        "bytes floor us": floor * 1e6,
-                        "speed-up": theirs[tokens] / ours,
-                        "over floor": ours / floor,
-                        "MB": count * sum(size[n] for n in of_expert) / 1e6,
-                    }
-                )
-                if on_gpu and tokens == 1 and name in ("w4", "w3", "w2", "w1"):
-                    label = f"{shape}, GPU, {name}, 1 token: bytes over time, of the copy rate"
-                    targets.append(Target(label, floor / ours, 0.6, "higher"))
-            del layers, calls
-    return rows, targets
+        x = torch.randn(tokens, hidden, device=device).bfloat16()
+        gates = torch.full((tokens, top_k), 1 / top_k, device=device)
+        chosen = routings(tokens, experts, top_k, device)
+        work = replayed(partial(_all, partial(grouped, weights[0], weights[1], x), chosen))
+        theirs = seconds(work, runs) / len(chosen)
+        count = 4 * cache // (size * experts) + 1
+        layers = [layer_like(matrices, version, experts, device, i) for i in range(count)]
+        calls = [LayerCall(module, k, x, i, gates) for k in layers for i in chosen]
+        ours = seconds(replayed(partial(_all, served, calls)), runs) / len(calls)
+    used = sum(len(i.unique()) for i in chosen) / len(chosen)
+    floor = used * size / rate
+    times = {"ours us": ours * 1e6, "torch BF16 us": theirs * 1e6, "bytes floor us": floor * 1e6}
+    return {**times, "over floor": ours / floor, "MB": count * size * experts / 1e6}

@@ -6,25 +6,23 @@
 
 `--make` generates a model of Qwen3-30B-A3B's shape (48 layers of 128 experts) under the user's cache: a bundle with w4
 and w2, dense matrices in w8 and w4, and GGUF files in llama.cpp's own mixes. Weights are random, but routing is uneven
-as in trained models, and shifts with the text; skew.json beside the model says how far.
+as in trained models, and shifts with the text.
 
 A side is a process in a control group of its own that holds its memory and its page cache. It starts with no file in
 the page cache, and reads three texts of three topics one after another: a prompt of 512 tokens at once, then the next
 128 one by one, the same ids on every side. The first 64 of those do not count.
 
-Sides: moepack:POLICY[:dense=VERSION] in `memory=` a 64th below the limit; llama:MIX[:no-mmap][:repack]; kt-kernel and
-transformers, which do not start. With :avx2 a side is held to AVX2, llama.cpp in a build of its own, which
-`MOEPACK_ISA=avx2 python -m benchmarks.peers --install` makes. With :read-ahead=KB at the end the disk reads so far
-ahead of page faults meanwhile (Linux' own value is 128, which llama.cpp's default row has); moepack reads past the page
-cache. Rows are kept in rows.json beside the model, and finished ones are not run again without `--again`. A side that
-is refused, killed or stopped is a row too.
+Sides: moepack:POLICY[:dense=VERSION] in `memory=` a 64th below the limit; llama:MIX[:no-mmap][:repack]. With :avx2 a
+side is held to AVX2, llama.cpp in a build of its own: `MOEPACK_ISA=avx2 python -m benchmarks.peers --install` makes it.
+With :read-ahead=KB at the end the disk reads so far ahead of page faults meanwhile (Linux' own value is 128, which
+llama.cpp's default row has); moepack reads past the page cache. Rows are kept in rows.json beside the model, and
+finished ones are not run again without `--again`. A side that is refused, killed or stopped is a row too.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from benchmarks.common import Row, arguments, finish
 from benchmarks.peers.worker import PeerError
@@ -34,7 +32,7 @@ from .rows import Asked, kept, measure
 from .shapes import SHAPES, Shape, read_rows
 
 SIDES = ("moepack:hotness:lo=stored:dense=w4", "moepack:lru:lo=absent:dense=w4", "llama:Q4_K_M:read-ahead=128")
-QUICK = ("moepack:hotness:lo=stored:dense=w4", "moepack:static:w2:dense=w4", "kt-kernel")
+QUICK = ("moepack:hotness:lo=stored:dense=w4", "moepack:static:w2:dense=w4")
 PROMPT = 512
 DECODE = 128
 COLUMNS = (
@@ -75,7 +73,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--again", action="store_true", help="run rows again that are there")
     parser.add_argument("--kept", action="store_true", help="run nothing: print the rows that are there")
-    parser.add_argument("--results", type=Path, dest="json", help="the same as --json")
     args = parser.parse_args()
     if args.quick:
         args.shape = "tiny"

@@ -22,7 +22,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
-from benchmarks.limited.released import mxfp4
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.statistics import routing_statistics
 from moepack.pack.codec.affine import AffineMatrix, put_rows
@@ -50,6 +49,8 @@ WINDOWS = 8
 # Relative losses of an expert in the tables: those of a trained model (tiny-qwen3-moe by GPTQ, `benchmarks.quality`),
 # because policies weigh them, and random weights lose an order of magnitude more.
 LOSSES = {"bf16": 0.0, "mxfp4": 0.0, "w4": 0.0020, "w2": 0.0325}
+_STEPS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # between the magnitudes of E2M1
+_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 SEED = 1000  # of the text that tables are made on; sessions have others
 
 
@@ -87,7 +88,7 @@ class Maker:
         }
         for version in self.versions:
             if version.released:
-                values[version] = [_mxfp4(w) for w in own]
+                values[version] = [mxfp4(w) for w in own]
             elif version.entropy_coded:
                 values[version] = [LosslessMatrix(w.bfloat16().view(torch.uint16).numpy()) for w in own]
         return [v.encode(described, values[v]) for v in self.versions]
@@ -120,12 +121,22 @@ class Maker:
         return {n: self._tensor(n) for n in names} | {n: torch.zeros(1, dtype=torch.bfloat16) for n in tripwire}
 
 
-def _mxfp4(weight: Tensor) -> ReleasedMatrix:
-    """A matrix as a checkpoint in MXFP4 has it."""
-    made = {name: tensor.numpy() for name, tensor in mxfp4(weight).items()}
-    packed = made["weight_packed"]
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(weight.shape)
-    return ReleasedMatrix(codes, made["weight_scale"])
+def mxfp4(weight: Tensor) -> ReleasedMatrix:
+    """Weights in MXFP4, as a model would be released: each goes to the nearest code.
+
+    The scale of 32 columns is the power of two with the smaller squared error of the nearest two.
+    """
+    groups = weight.view(len(weight), -1, 32)
+    low = torch.log2(groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)).floor() - 2
+    errors = []
+    for exponent in (low, low + 1):
+        scaled = groups.abs() / torch.exp2(exponent)
+        nearest = _E2M1[torch.bucketize(scaled, _STEPS)]
+        errors.append(((nearest - scaled) * torch.exp2(exponent)).square().sum(-1, keepdim=True))
+    exponent = torch.where(errors[1] < errors[0], low + 1, low)
+    scaled = (groups / torch.exp2(exponent)).view_as(weight)
+    codes = torch.bucketize(scaled.abs(), _STEPS) | (scaled < 0).int() << 3
+    return ReleasedMatrix(codes.to(torch.uint8).numpy(), (exponent.squeeze(-1) + 127).to(torch.uint8).numpy())
 
 
 def _experts(shape: Shape, layer: int) -> ExpertLayer:
@@ -159,13 +170,13 @@ def write_bundle(shape: Shape, target: Path) -> None:
         for part in dense_layers(dense):
             made = [maker.matrix(maker.weights.source(m.module)) for m in part.matrices]
             for column, version in enumerate(DENSE_VERSIONS):
-                _layer(writer, aside, version, part, (m.extents[column] for m in made))
+                put_layer(writer, aside / "layer", version, part, (m.extents[column] for m in made))
         for layer in layers:
             print(f"layer {layer.index} of {shape.layers}", flush=True)
             kinds = [maker.expert(layer.index % shape.distinct, k) for k in range(shape.kinds)]
             for column, version in enumerate(maker.versions):
                 extents = (kinds[e % shape.kinds][column] for e in range(shape.experts))
-                _layer(writer, aside, version, layer, extents)
+                put_layer(writer, aside / "layer", version, layer, extents)
         _tables(maker, dense, writer.path(TABLES), aside)
         writer.add(TABLES)
         config = {**shape.config(), "quantization_config": {"quant_method": "moepack"}}
@@ -204,20 +215,20 @@ def tokenizer(shape: Shape) -> dict[str, str]:
     return {"tokenizer.json": words.to_str(), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 
-def _layer(
+def put_layer(
     writer: BundleWriter,
     aside: Path,
     version: Version,
     layer: ExpertLayer | DenseLayer,
     extents: Iterable[tuple[Buffer, int]],
 ) -> None:
-    path = aside / "layer"
-    with LayerFileWriter(path, version.name, layer) as file:
+    """Write a layer's file at `aside`, and move it into the bundle."""
+    with LayerFileWriter(aside, version.name, layer) as file:
         for extent, payload in extents:
             file.add(extent, payload)
     assert file.entry is not None
-    writer.adopt(layer.file(version.name), path, file.entry)
-    path.unlink()
+    writer.adopt(layer.file(version.name), aside, file.entry)
+    aside.unlink()
 
 
 def _tables(maker: Maker, dense: Sequence[DenseMatrix], path: Path, aside: Path) -> None:

@@ -58,9 +58,9 @@ class Side(ABC):
     def step(self, ids: list[int]) -> None:
         """Go on with these tokens, up to the logits of the last."""
 
-    @abstractmethod
     def facts(self) -> Row:
         """Counts since loading that a row keeps."""
+        return {}
 
 
 def serve(side: Callable[[Order], Side], order: Order) -> None:

@@ -35,12 +35,6 @@ COUNTS = {
     "read": ("MB/token read", 1e6), "demand_bytes": ("MB/token waited for", 1e6),
     "waited": ("ms/token waited", 1e-3), "cpu": ("CPU ms/token", 1e-3),
 }  # fmt: skip
-# Why others have no row that runs: what each does with the model's experts while it loads.
-NOT_STARTED = {
-    "kt-kernel": "holds all experts in memory, in its own layout: they are larger than the limit",
-    "transformers": "reads GGUF or BF16 weights into memory in BF16: they are larger than the limit",
-}
-
 AVX2 = {"MOEPACK_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
@@ -49,7 +43,7 @@ class Asked:
     """A row that is asked for.
 
     Attributes:
-        side: "moepack:POLICY[:dense=VERSION]", "llama:MIX[:no-mmap][:repack]", or a name in NOT_STARTED;
+        side: "moepack:POLICY[:dense=VERSION]", "llama:MIX[:no-mmap][:repack]";
             ":avx2" behind these holds the side to AVX2, and ":read-ahead=KB" at the end sets the disk.
         cage: bytes.
         prompt, decode: tokens of each text.
@@ -85,10 +79,10 @@ class Asked:
             path = gguf_of(shape, mix)
             memory = self.cage
             peer = environments.LLAMA_AVX2 if self.environment else environments.LLAMA
-            python = environments.environment(peer, environments.cache(), install=False)
+            python = environments.environment(peer, install=False)
             run = [str(python), "-m", "benchmarks.limited.theirs", str(self.threads), "serve"]
         else:
-            raise PeerError(f"side {who!r} is unknown: moepack, llama, {', '.join(NOT_STARTED)}")
+            raise PeerError(f"side {who!r} is unknown: moepack and llama are known")
         if not path.exists():
             raise PeerError(f"{path} is not there: --make")
         return [*run, json.dumps(asdict(Order(str(path), options, memory, self.threads, self.prompt, self.decode)))]
@@ -104,8 +98,6 @@ def moepack_options(text: str) -> list[str]:
 def measure(asked: Asked, shape: Shape) -> Row:
     """Run a side, and say what it did."""
     row: Row = {"side": asked.side, "cage GB": asked.cage / 1e9}
-    if (why := NOT_STARTED.get(asked.side)) is not None:
-        return row | {"result": f"does not start: {why}"}
     command = asked.command(shape)
     if asked.cold:
         row["page cache"] = forget(p for p in (bundle_of(shape), gguf_of(shape, "Q4_K_M")) if p.is_file())

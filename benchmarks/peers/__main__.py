@@ -26,7 +26,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.common import EXAMPLES, Row, arguments, finish, show
+from benchmarks.common import EXAMPLES, Row, arguments, finish, show, texts
 from benchmarks.limited.make import make
 from benchmarks.limited.shapes import SHAPES
 
@@ -78,7 +78,7 @@ class Sides:
         self.missing = ""
         self.python = {"moepack": Path(sys.executable)}
         try:
-            self.python["llama.cpp"] = environments.environment(PEER, environments.cache(), install)
+            self.python["llama.cpp"] = environments.environment(PEER, install)
         except PeerError as error:
             self._leave_out(error)
 
@@ -169,8 +169,7 @@ def _models(sides: Sides, args: argparse.Namespace, threads: list[int], peers: d
 def _quality(sides: Sides, args: argparse.Namespace) -> list[Row]:
     from . import quality
 
-    calibration = args.calibration or [str(EXAMPLES / "text" / "calibration.jsonl")]
-    data = args.data or [str(EXAMPLES / "text" / "evaluation.jsonl")]
+    calibration, data = texts(args)
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))
     windows = (48, 12) if args.quick else (256, 64)
     with ExitStack() as stack:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import Row
+from benchmarks.limited.weights import to_float
 
 from .ggml import Bytes, Ggml
 from .ggml_types import TYPES, GgmlType
@@ -26,7 +27,7 @@ CONTEXT = 1024
 PROMPT = 512
 _SLICE = 1 << 24  # weights that are float32 at a time
 _g = Ggml()
-_models: dict[str, tuple[Any, Any]] = {}
+_models: dict[str, Model] = {}
 
 
 def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iterator[Bytes]:
@@ -35,10 +36,6 @@ def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iter
         with ThreadPoolExecutor(threads()) as workers:
             parts = np.array_split(matrix, max(1, min(len(matrix), 4 * threads())))
             yield np.concatenate(list(workers.map(lambda part: _g.quantise(part, kind), parts)))
-
-
-def _floats(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class Source(Protocol):
@@ -58,11 +55,11 @@ def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDA
         if kind.name == "BF16":
             made.append(np.ascontiguousarray(bits).view(np.uint8))
         elif kind.name == "F32":
-            made.append(_floats(bits))
+            made.append(to_float(bits))
         else:
             step = max(1, _SLICE // bits.shape[1])
             parts = [bits[i : i + step] for i in range(0, len(bits), step)]
-            made.append(np.concatenate([next(_spread(kind, [_floats(p)])) for p in parts]))
+            made.append(np.concatenate([next(_spread(kind, [to_float(p)])) for p in parts]))
     if len(tensor.sources) == 1:
         one: Bytes | npt.NDArray[np.float32] = made[0]
         return one
@@ -95,56 +92,74 @@ def write_tensors(source: Source, config: Row, out: str, mix: str, kinds: int) -
     return Path(out).stat().st_size
 
 
-def open_model(key: str, path: str, repacked: bool) -> dict[str, float]:
-    """Load a GGUF file, its weights repacked or as they stand."""
-    llama = importlib.import_module("llama_cpp")
-    llama.llama_backend_init()
-    asked = llama.llama_model_default_params()
-    asked.use_extra_bufts = repacked
-    asked.n_gpu_layers = 0
-    model = llama.llama_model_load_from_file(path.encode(), asked)
-    if not model:
-        raise ValueError(f"llama.cpp does not load {path}")
-    wanted = llama.llama_context_default_params()
-    wanted.n_ctx = CONTEXT
-    wanted.n_batch = PROMPT
-    wanted.n_ubatch = PROMPT
-    wanted.n_threads = wanted.n_threads_batch = threads()
-    context = llama.llama_init_from_model(model, wanted)
-    if not context:
-        llama.llama_model_free(model)
-        raise ValueError(f"llama.cpp makes no context for {path}")
-    _models[key] = model, context
-    return {"bytes": float(llama.llama_model_size(model))}
+class Model:
+    """A GGUF file on the processors, in a context of its own.
 
+    Args:
+        path: the file.
+        context, batch: tokens of a text, and of a pass.
+        count: threads.
+        repacked: whether weights are copied into llama.cpp's own layout, or stay as they stand in the file.
+        mapped: whether the file is mapped or read.
+    """
 
-def run_model(key: str, prompt: list[int], steps: int) -> Row:
-    """Seconds of a prompt's pass, and of each token after it; and the prompt's last logits' first few."""
-    llama = importlib.import_module("llama_cpp")
-    context = _models[key][1]
-    llama.llama_memory_clear(llama.llama_get_memory(context), True)
+    def __init__(self, path: str, context: int, batch: int, count: int, repacked: bool, mapped: bool = True) -> None:
+        self._llama = llama = importlib.import_module("llama_cpp")
+        llama.llama_backend_init()
+        asked = llama.llama_model_default_params()
+        asked.use_extra_bufts = repacked
+        asked.n_gpu_layers = 0
+        asked.use_mmap = mapped
+        self._model = llama.llama_model_load_from_file(path.encode(), asked)
+        if not self._model:
+            raise MemoryError(f"llama.cpp does not load {path}")
+        wanted = llama.llama_context_default_params()
+        wanted.n_ctx = context
+        wanted.n_batch = batch
+        wanted.n_ubatch = batch
+        wanted.n_threads = wanted.n_threads_batch = count
+        self._context = llama.llama_init_from_model(self._model, wanted)
+        if not self._context:
+            llama.llama_model_free(self._model)
+            raise MemoryError(f"llama.cpp makes no context for {path}")
 
-    def decode(ids: list[int]) -> float:
-        array = (llama.llama_token * len(ids))(*ids)
+    def clear(self) -> None:
+        """Forget the text so far."""
+        self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
+
+    def decode(self, ids: list[int]) -> float:
+        """Go on with these tokens, as llama-server does; return the seconds of the pass."""
+        array = (self._llama.llama_token * len(ids))(*ids)
         began = time.perf_counter()
-        status = llama.llama_decode(context, llama.llama_batch_get_one(array, len(ids)))
-        llama.llama_synchronize(context)
+        status = self._llama.llama_decode(self._context, self._llama.llama_batch_get_one(array, len(ids)))
+        self._llama.llama_synchronize(self._context)
         seconds = time.perf_counter() - began
         if status:
             raise RuntimeError(f"llama_decode ended with status {status}")
         return seconds
 
-    prefill = decode(prompt)
-    logits = list(llama.llama_get_logits_ith(context, -1)[:64])
-    return {"prefill": prefill, "decode": [decode([prompt[i % len(prompt)]]) for i in range(steps)], "logits": logits}
+    def close(self) -> None:
+        """Give its memory back."""
+        self._llama.llama_free(self._context)
+        self._llama.llama_model_free(self._model)
+
+
+def open_model(key: str, path: str, repacked: bool) -> None:
+    """Load a GGUF file, its weights repacked or as they stand."""
+    _models[key] = Model(path, CONTEXT, PROMPT, threads(), repacked)
+
+
+def run_model(key: str, prompt: list[int], steps: int) -> Row:
+    """Seconds of a prompt's pass, and of each token after it."""
+    model = _models[key]
+    model.clear()
+    prefill = model.decode(prompt)
+    return {"prefill": prefill, "decode": [model.decode([prompt[i % len(prompt)]]) for i in range(steps)]}
 
 
 def close_model(key: str) -> None:
-    """Give its memory back."""
-    llama = importlib.import_module("llama_cpp")
-    model, context = _models.pop(key)
-    llama.llama_free(context)
-    llama.llama_model_free(model)
+    """Give a model's memory back."""
+    _models.pop(key).close()
 
 
 def quantised(path: str, out: str, encoding: str) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import asdict
 
 import torch
 
 from benchmarks.common import Row
-from moepack.families.arguments import with_cache
+from benchmarks.decoding import passes
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels.affine_native import LEVELS, level, openmp
 
@@ -16,35 +16,18 @@ from .worker import answer, threads
 _models: Row = {}
 
 
-def open_model(key: str, bundle: str, version: str, dense: str | None) -> dict[str, float]:
+def open_model(key: str, bundle: str, version: str, dense: str | None) -> None:
     """Load a bundle in one version; its other matrices as the checkpoint has them, or in the version `dense`."""
     from moepack.runtime.load import load
     from moepack.runtime.patches import quiet_libraries
 
     quiet_libraries()
-    began = time.perf_counter()
     _models[key] = load(bundle, policy=f"static:{version}", dense=dense)
-    return {"seconds": time.perf_counter() - began}
 
 
 def run_model(key: str, prompt: list[int], steps: int) -> Row:
-    """Seconds of a prompt's pass, and of each token after it; and the prompt's last logits' first few."""
-    from transformers.cache_utils import DynamicCache
-
-    model = _models[key]
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        cache = DynamicCache(config=model.config)
-        began = time.perf_counter()
-        logits = model(ids, logits_to_keep=1, **with_cache(model, cache)).logits
-        prefill = time.perf_counter() - began
-        decode = []
-        for i in range(steps):
-            one = ids[:, i % len(prompt)][:, None]
-            began = time.perf_counter()
-            model(one, logits_to_keep=1, **with_cache(model, cache))
-            decode.append(time.perf_counter() - began)
-    return {"prefill": prefill, "decode": decode, "logits": logits[0, -1, :64].float().tolist()}
+    """Seconds of a prompt's pass, and of each token after it."""
+    return asdict(passes(_models[key], prompt, steps))
 
 
 def close_model(key: str) -> None:

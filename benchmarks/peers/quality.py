@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,11 +21,10 @@ from torch import Tensor, nn
 
 from benchmarks.common import Row
 from benchmarks.decoding import Mean
-from benchmarks.quantise import ENOUGH, Case, generated
+from benchmarks.quantise import LENGTH, generated, of_checkpoint
 from moepack.pack.spec import Matrix, Version, version_names
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import DEFAULT, quantise_all
-from moepack.quantize.moments import NEGLIGIBLE, PRIOR, shrink
 
 from .ggml_types import TYPES
 from .gguf_layout import ATTENTION, type_of
@@ -41,7 +39,6 @@ OURS = ("w8", "w4", "w3", "w2")
 PAIRS = (("w4", "w8"), ("w4", "w4"), ("w2", "w8"), ("w2", "w4"))
 SERVED = {"Q4_K_M": ("Q4_K_M", "Q4_K"), "Q2_K mix": ("Q2_K", "Q2_K")}
 THEIRS = ("Q8_0", "Q6_K", "Q4_K", "IQ4_XS", "IQ4_NL", "Q3_K", "IQ3_S", "IQ3_XXS", "Q2_K", "IQ2_S", "IQ2_XXS")
-LENGTH = 256  # tokens of a window
 Values = Callable[[Tensor, Tensor], Tensor]  # weights and moments to what comes back
 
 
@@ -56,71 +53,8 @@ class Encoding:
     block: int
 
 
-class Watched:
-    """Second moments of what the experts of one layer see, added up while the model runs.
-
-    Attributes:
-        module: the layer's experts, a transformers module that holds all of them in two tensors.
-        sums: of gate and up's inputs and of down's, float32 [experts, cols, cols].
-        counts: int64 [experts].
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-        experts = module.gate_up_proj.shape[0]
-        self.sums = [torch.zeros(experts, w.shape[2], w.shape[2]) for w in self.weights()]
-        self.counts = torch.zeros(experts, dtype=torch.int64)
-
-    def weights(self) -> list[Tensor]:
-        """Gate and up's, and down's: [experts, rows, cols]."""
-        return [self.module.gate_up_proj.data, self.module.down_proj.data]
-
-    def see(self, module: Any, arguments: tuple[Tensor, ...]) -> None:
-        """A forward pre-hook."""
-        hidden = arguments[0].reshape(-1, arguments[0].shape[-1])
-        index = arguments[1]
-        for expert in index.unique().tolist():
-            if expert >= len(self.counts):
-                continue
-            x = hidden[(index == expert).any(-1)]
-            gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, dim=-1)
-            act = module.act_fn(gate) * up
-            self.sums[0][expert].addmm_(x.T, x)
-            self.sums[1][expert].addmm_(act.T, act)
-            self.counts[expert] += len(x)
-
-    def moments(self, which: int) -> Tensor:
-        """Mean second moments, [experts, cols, cols]; an expert with next to no tokens leans on the layer's."""
-        total = self.sums[which].sum(0) / self.counts.sum()
-        prior = PRIOR * total.shape[-1]
-        out = []
-        for e, count in enumerate(self.counts.tolist()):
-            own = self.sums[which][e] / max(1, count)
-            out.append(shrink(own, count, total, prior) if count < NEGLIGIBLE * prior else own)
-        return torch.stack(out)
-
-
-def watched(model: PreTrainedModel, ids: Tensor, beside: Sequence[WatchedLinear] = ()) -> list[Watched]:
-    """Run the windows [windows, tokens] through the model and see what its experts see, and what is `beside` them.
-
-    Raises:
-        PeerError: when the model does not keep its experts as expected.
-    """
-    layers = [Watched(m) for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
-    if not layers:
-        raise PeerError(f"{type(model).__name__} does not keep its experts in gate_up_proj and down_proj")
-    every: list[Watched | WatchedLinear] = [*layers, *beside]
-    hooks = [seen.module.register_forward_pre_hook(seen.see) for seen in every]
-    with torch.inference_mode():
-        for window in ids:
-            model(window[None], logits_to_keep=1)
-    for hook in hooks:
-        hook.remove()
-    return layers
-
-
 class WatchedLinear:
-    """The same of one matrix outside the experts.
+    """Second moments of what a matrix outside the experts sees, added up while the model runs.
 
     Attributes:
         module: the Linear.
@@ -142,6 +76,16 @@ class WatchedLinear:
     def moments(self) -> Tensor:
         """Mean second moments, [1, cols, cols]."""
         return self._sum / self._count
+
+
+def watch(model: PreTrainedModel, ids: Tensor, linears: Sequence[WatchedLinear]) -> None:
+    """Run the windows [windows, tokens] through the model and let matrices see their inputs."""
+    hooks = [seen.module.register_forward_pre_hook(seen.see) for seen in linears]
+    with torch.inference_mode():
+        for window in ids:
+            model(window[None], logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
 
 
 def attention(model: PreTrainedModel) -> list[WatchedLinear]:
@@ -183,20 +127,13 @@ def _theirs(llama: Worker, name: str, scratch: Path, weight: Tensor, moments: Te
     return torch.from_numpy(np.load(scratch / "values.npy"))
 
 
-def errors(case: Case, values: Tensor) -> list[float]:
-    """Relative output errors on the held-out moments, one an expert."""
-    wrong = case.weight - values
-    lost = ((wrong @ case.held_out) * wrong).sum((1, 2))
-    return (lost / ((case.weight @ case.held_out) * case.weight).sum((1, 2))).tolist()
-
-
 def of_generated(shapes: Sequence[tuple[int, int]], every: Sequence[Encoding]) -> list[Row]:
     """Errors on generated matrices of true shape: a row an encoding."""
     cases = [generated(rows, cols) for rows, cols in shapes]
     out = []
     for e in every:
         if all(case.weight.shape[2] % e.block == 0 for case in cases):
-            got = [x for case in cases for x in errors(case, e.values(case.weight, case.learn))]
+            got = [x for case in cases for x in case.errors(e.values(case.weight, case.learn))]
             out.append(
                 {
                     "model": "generated",
@@ -230,27 +167,29 @@ def of_model(
     from moepack.families.tokenizer import load_tokenizer
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, experts_implementation="eager")
+    experts = [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
+    if not experts:
+        raise PeerError(f"{type(model).__name__} does not keep its experts in gate_up_proj and down_proj")
     tokenizer = load_tokenizer(checkpoint)
     linears = attention(model)
-    learn = watched(model, calibration_windows(calibration, tokenizer, windows[0], LENGTH, 0).ids, linears)
+    watch(model, calibration_windows(calibration, tokenizer, windows[0], LENGTH, 0).ids, linears)
     ids = calibration_windows(data, tokenizer, windows[1], LENGTH, 0).ids
-    held = watched(model, ids)
     reference = log_probabilities(model, ids)
-    widths = [w.shape[2] for w in learn[0].weights()]
+    own: list[Tensor] = [m.get_parameter(name).data for m in experts for name in ("gate_up_proj", "down_proj")]
+    widths = [weight.shape[2] for weight in own[:2]]
     block = TYPES["Q4_K"].block if any(TYPES["Q4_K"].fits(n) for n in widths) else 1
     chosen = [i for i, n in enumerate(widths) if n % block == 0]
     parts = "gate and up" if chosen == [0] else "all experts' matrices"
-    weights = [seen.weights()[i] for seen in learn for i in chosen]
+    weights = [weight for i, weight in enumerate(own) if i % 2 in chosen]
+    every_case = enumerate(of_checkpoint(checkpoint, calibration, data, windows))
+    cases = [case for i, case in every_case if i % 2 in chosen]
     fitting = {(e.who, e.name): e for e in every if not any(widths[i] % e.block for i in chosen)}
     out = []
     values = dict[tuple[str, str], list[Tensor]]()
     divergences = dict[tuple[str, str], list[float]]()
     for key, e in fitting.items():
-        values[key] = [e.values(seen.weights()[i], seen.moments(i)) for seen in learn for i in chosen]
-        got: list[float] = []
-        for (later, i), weight, made in zip(product(held, chosen), weights, values[key], strict=True):
-            enough = later.counts >= ENOUGH
-            got += errors(Case(weight[enough], weight[enough], later.moments(i)[enough]), made[enough])
+        values[key] = [e.values(case.weight, case.learn) for case in cases]
+        got = [x for case, made in zip(cases, values[key], strict=True) for x in case.errors(made)]
         with replaced(weights, values[key]):
             divergences[key] = divergence_of(model, ids, reference)
         row = {"model": checkpoint.name, "quantised": parts, "who": e.who, "encoding": e.name, "bits/weight": e.bits}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +13,10 @@ import torch
 import moepack
 from benchmarks.common import Row
 from benchmarks.decoding import Decoded, Text, decode
-from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
+from moepack.runtime.experts.handles import seen
+from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.step.context import current
@@ -36,7 +36,7 @@ class ReadInPlace:
         """Count a layer's experts."""
         step = current()
         assert step is not None
-        handles = step.snapshots[position].handles
+        handles = seen(step)[position].handles
         chosen = [handles[e] for e in set(routing.index.flatten().tolist()) if e < len(handles)]
         self.bytes += sum(h.extent.numel() for h in chosen if h.where is Where.PINNED)
 
@@ -74,8 +74,12 @@ class Session:
         return [align(described.resident_size(x.matrices), PAGE) * x.experts for x in self._opened.layers]
 
     def least(self, policy: str) -> int:
-        """The smallest budget that holds a policy."""
-        return least_budget(self, policy)
+        """The smallest budget that holds a policy, which a refusal names."""
+        try:
+            self.load(policy, 1)
+        except TooSmallError as error:
+            return error.least
+        raise AssertionError("a byte does not suffice")
 
     def load(self, policy: str, budget: int | None = PLENTY, **options: Any) -> ServedModel:
         """The model, with room for one window."""
@@ -122,15 +126,3 @@ class Session:
         out |= {"MB ahead": counted.get("prefetch_bytes", 0) / 1e6, "waits": counted["forward_waits"]}
         out["MB in place"] = counted["in_place"] / 1e6
         return out | {"MB host": counted.get("host_bytes", 0) / 1e6, "peak MB": counted["peak"] / 1e6}
-
-
-def least_budget(session: Session, policy: str) -> int:
-    """The smallest budget that would do, which a refusal names."""
-    try:
-        session.load(policy, 1)
-    except InputError as error:
-        found = re.search(r"the least that would do is (\d+) bytes", str(error))
-        if found:
-            return int(found[1])
-        raise
-    raise AssertionError("a byte does not suffice")

@@ -6,88 +6,24 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. Measu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-from .building import (
-    families,
-    quality,
-    quantisers,
-    summary,
-)
-from .common import RESULTS, ROOT, machine, results, table
-from .formats import (
-    formats,
-)
-from .gpu_day import gpu_layers, gpu_measured
-from .kernels import cache, codec, depth, kernels, released_kernels, whole_model
-from .peers import limited, limited_released, peer_models, peer_quality
-from .serving import (
-    alpha,
-    hostile,
-    limited_clients,
-    on_demand,
-    pinned,
-    policies,
-    prediction,
-    residency,
-    retention,
-    selector,
-    serving,
-    similarity,
-    start,
-    tpot,
-)
+from . import building, formats, gpu_day, kernels, peers, serving  # noqa: F401 - each puts its tables into TABLES
+from .common import RESULTS, ROOT, TABLES, listed, machine, results, shown
 
 
+@shown
 def missed() -> str:
     """Targets that are not met, of all results."""
     out = []
     for path in sorted(RESULTS.glob("*.json")):
         for t in results(path.stem).get("targets", []):
             if not t["met"] and not t["name"].endswith("ambition"):
-                sign = "at least" if t["better"] == "higher" else "at most"
-                out.append([path.stem, t["name"], f"{t['value']:.4g}", f"{sign} {t['target']:g}"])
-    return table(["results", "target", "measured", "wanted"], out)
+                out.append({**t, "results": path.stem, "sign": "at least" if t["better"] == "higher" else "at most"})
+    columns = {"results": "{results}", "target": "{name}", "measured": "{value:.4g}", "wanted": "{sign} {target:g}"}
+    return listed(out, columns)
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    f.__name__: f
-    for f in (
-        summary,
-        quality,
-        quantisers,
-        cache,
-        codec,
-        depth,
-        kernels,
-        whole_model,
-        released_kernels,
-        residency,
-        tpot,
-        missed,
-        pinned,
-        policies,
-        similarity,
-        selector,
-        retention,
-        on_demand,
-        prediction,
-        alpha,
-        hostile,
-        serving,
-        start,
-        families,
-        peer_models,
-        peer_quality,
-        gpu_layers,
-        gpu_measured,
-        formats,
-        limited,
-        limited_clients,
-        limited_released,
-    )
-}
 _TABLE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re.S)
 _MACHINE = re.compile(r"<!-- machine: ([a-z0-9- ]+) -->\n.*?<!-- end of machine -->", re.S)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .common import TEXTS, figures, mean_rise, percent, ratio, results, rise, table
+from .common import TEXTS, figures, mean_rise, percent, ratio, results, rise, shown, table
 
 
+@shown
 def quality() -> str:
     """Perplexity by version, with what that is above the plain model."""
     rows = results("quality-tiny-qwen3-moe")["rows"]
@@ -18,6 +19,7 @@ def quality() -> str:
     return table(["version", "bits a weight", *TEXTS.values()], out)
 
 
+@shown
 def summary() -> str:
     """The same for the front page: the mean over the texts, ours and rounding."""
     rows = {row["version"]: row for row in results("quality-tiny-qwen3-moe")["rows"]}
@@ -40,6 +42,7 @@ SETS = {
 METHODS = {"gptq": "moepack's GPTQ", "gptqmodel": "gptqmodel", "hqq": "HQQ", "rtn": "rounding to nearest"}
 
 
+@shown
 def quantisers() -> str:
     """Output error and time of each method."""
     out = []
@@ -52,6 +55,7 @@ def quantisers() -> str:
     return table(["experts", "method", "w4", "w3", "w2", "w1", "time of w4, w3 and w2"], out)
 
 
+@shown
 def families() -> str:
     """Those that work, by how a checkpoint stores their experts, then the others with what moepack says of them."""
     rows = results("families")["rows"]

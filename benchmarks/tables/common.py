@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from benchmarks.common import Row
@@ -29,8 +30,14 @@ DOCUMENTS = (
     ROOT / "docs" / "server.md",
 )
 TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "humaneval": "HumanEval"}
-VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
 LIBRARIES = ("torch", "transformers")  # a file of results has all of them
+TABLES: dict[str, Callable[[], str]] = {}  # by the name that stands in the document
+
+
+def shown(make: Callable[[], str]) -> Callable[[], str]:
+    """Put what makes a table into TABLES, by its function's name."""
+    TABLES[make.__name__] = make
+    return make
 
 
 def results(name: str) -> Row:
@@ -60,11 +67,6 @@ def machine(names: str, page: Path) -> str:
     return " ".join(["Machine:", *shown, f"With {', '.join(f'{k} {v}' for k, v in libraries.items())}."])
 
 
-def texts(row: Row) -> list[str]:
-    """The texts that a row has figures of."""
-    return [n for n in row if isinstance(row[n], float) and n in TEXTS]
-
-
 def rise(row: Row, base: Row, text: str) -> float:
     """Per cent by which a row's perplexity is above another's."""
     return float(100 * (row[text] / base[text] - 1))
@@ -92,6 +94,11 @@ def ratio(value: float) -> str:
 def figures(value: float) -> str:
     """A perplexity."""
     return f"{value:.3f}" if value < 10 else f"{value:.2f}"
+
+
+def listed(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
+    """A table of rows: by heading a template, which each row's figures fill."""
+    return table([*columns], [[cell.format_map(row) for cell in columns.values()] for row in rows])
 
 
 def as_is(name: str) -> str:

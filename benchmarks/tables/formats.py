@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import table
+from .common import shown, table
 
 # Version, group size, what it keeps, its bits a weight by formula.
 FORMATS = (
@@ -39,6 +39,7 @@ def stored(version: str, group: int) -> str:
     return f"about {sample(own, COLS)[0]:.2f}" if own.entropy_coded else "as many"
 
 
+@shown
 def formats() -> str:
     """What each version keeps, and its bits."""
     rows = []

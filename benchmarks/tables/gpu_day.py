@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.common import Row
 
-from .common import results, table
+from .common import results, shown, table
 
 TOKENS = (1, 16, 512, 2048)
 VERSIONS = ("bf16", "w8", "w4", "w3", "w2", "w1", "nvfp4", "mxfp4")
@@ -14,6 +14,7 @@ def _rows(*stages: str) -> list[Row]:
     return [r for r in results("gpu-day")["rows"] if r["stage"] in stages and r["value"] is not None]
 
 
+@shown
 def gpu_layers() -> str:
     """A layer's microseconds, ours and torch's in BF16, by version and tokens."""
     found = {r["row"]: r for r in _rows("layers")}
@@ -25,6 +26,7 @@ def gpu_layers() -> str:
     return table(["version", *[f"{n:,} token{'s' * (n > 1)}" for n in TOKENS]], rows)
 
 
+@shown
 def gpu_measured() -> str:
     """The rows that have no limit to hold."""
     rows = []

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .common import ratio, results, table
+from .common import listed, ratio, results, shown, table
 
 TOKENS = (1, 16, 512)
 
 
+@shown
 def codec() -> str:
     """Size of the lossless codec, and its speed by the shape of the weights."""
     rows = [row for row in results("codec")["rows"] if "encode GB/s" in row]
@@ -23,6 +24,7 @@ def codec() -> str:
     return table(["codec", "bits a weight", "over the floor", *heads], out)
 
 
+@shown
 def kernels() -> str:
     """A layer's experts at true size, one thread: our time beside torch's and beside reading, by tokens."""
     found: dict[str, list[str]] = {}
@@ -35,16 +37,16 @@ def kernels() -> str:
     return table(["version", *heads], [[version, *cells] for version, cells in found.items()])
 
 
+@shown
 def whole_model() -> str:
     """Tokens a second of a whole model."""
-    out = []
-    for row in results("kernels-tiny-qwen3-moe")["rows"]:
-        if "decode tokens/s" in row:
-            rates = [f"{row[k]:,.0f}" for k in ("decode tokens/s", "prefill tokens/s")]
-            out.append([row["version"].replace("transformers", "transformers,"), *rates])
-    return table(["experts by", "decode, tokens/s", "prefill, tokens/s"], out)
+    rows = [row for row in results("kernels-tiny-qwen3-moe")["rows"] if "decode tokens/s" in row]
+    named = [{**row, "by": row["version"].replace("transformers", "transformers,")} for row in rows]
+    rates = {f"{what}, tokens/s": f"{{{what} tokens/s:,.0f}}" for what in ("decode", "prefill")}
+    return listed(named, {"experts by": "{by}", **rates})
 
 
+@shown
 def released_kernels() -> str:
     """Every version's experts for one token on one thread, with AVX2 alone and with all instructions that there are."""
     rows = [
@@ -63,6 +65,7 @@ def released_kernels() -> str:
     return table(["version", *columns], [[version, *cells] for version, cells in found.items()])
 
 
+@shown
 def depth() -> str:
     """A decoded token of one attention layer by the context's length: ours, and the family's own code."""
     rows = results("depth")["rows"]
@@ -74,6 +77,7 @@ def depth() -> str:
     return table(["tokens in the cache", *(f"{name}: ours, own" for name in layers)], list(by_depth.values()))
 
 
+@shown
 def cache() -> str:
     """What a cache in fewer bits costs and gains, by form."""
     rows = results("cache")["rows"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.common import Row
 
-from .common import results, table
+from .common import results, shown, table
 
 
 def _peers(part: str) -> list[Row]:
@@ -15,6 +15,7 @@ def _own(side: str) -> str:
     return side.replace("moepack", "**moepack**")
 
 
+@shown
 def peer_models() -> str:
     """Tokens a second of a generated model on both sides, by threads, and ours over llama.cpp's best."""
     found: dict[str, list[str]] = {}
@@ -30,6 +31,7 @@ def peer_models() -> str:
     return table(["side", *columns], [[side, *cells] for side, cells in found.items()])
 
 
+@shown
 def peer_quality() -> str:
     """By bits on both sides: the error of generated matrices, error and divergence of the larger trained model."""
     rows = [row for row in _peers("quality") if row["model"] != "mini-qwen3-moe"]
@@ -44,18 +46,20 @@ def peer_quality() -> str:
     return table(["encoding", "bits", "error, generated", "error", "KL, mnat"], [[n, *c] for n, c in found.items()])
 
 
+@shown
 def limited() -> str:
-    """Both programs in a memory limit below the model's size, as the command prints it."""
-    return table(*limited_rows(results("limited")["rows"]))
+    """Both programs in a memory limit below the model's size."""
+    return _limited("limited")
 
 
+@shown
 def limited_released() -> str:
     """The same of a model released in MXFP4."""
-    return table(*limited_rows(results("limited-gpt-oss")["rows"]))
+    return _limited("limited-gpt-oss")
 
 
-def limited_rows(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells: a cell is empty where there is no figure."""
+def _limited(name: str) -> str:
+    """A cell is empty where there is no figure."""
     columns = {
         "first token, s": "first token s",
         "prompt, tokens/s": "prefill tokens/s",
@@ -66,7 +70,7 @@ def limited_rows(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
         "uses at w4": "served w4",
     }
     out = []
-    for row in rows:
+    for row in results(name)["rows"]:
         cells = [f"{v:.3g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns.values()]
         out.append([f"{row['cage GB']:g}", _own(row["side"]), *cells])
-    return ["limit, GB", "side", *columns], out
+    return table(["limit, GB", "side", *columns], out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.common import Row
 
-from .common import TEXTS, as_is, figures, results, table
+from .common import TEXTS, as_is, figures, listed, results, shown, table
 
 POLICIES = {
     "static, first file, most used": "static map, most used",
@@ -14,8 +14,10 @@ POLICIES = {
     "hotness": "`hotness`",
     "lru": "`lru:hi=bf16,lo=w2`",
 }
+KL = "{KL, mnat:.2f} ± {+-:.2f}"
 
 
+@shown
 def residency() -> str:
     """Perplexity, promotions and bytes read by policy, at each budget."""
     found: dict[str, dict[str, Row]] = {}
@@ -32,24 +34,16 @@ def residency() -> str:
     return table(["policy", *budgets, "promotions", "MB read"], out)
 
 
+@shown
 def tpot() -> str:
     """Time a token, with and without swaps."""
     rows = [r for r in results("residency-tiny-qwen3-moe")["rows"] if "TPOT median ms" in r]
-    return table(
-        ["while decoding", "TPOT, median", "TPOT, 99th percentile", "promotions", "waits"],
-        [
-            [
-                r["policy"].removeprefix("TPOT, ").replace("none", "no swaps"),
-                f"{r['TPOT median ms']:.2f} ms",
-                f"{r['TPOT p99 ms']:.2f} ms",
-                f"{r['promotions']:,}",
-                f"{r['waits']:,}",
-            ]
-            for r in rows
-        ],
-    )
+    named = [{**r, "while": r["policy"].removeprefix("TPOT, ").replace("none", "no swaps")} for r in rows]
+    times = {"TPOT, median": "{TPOT median ms:.2f} ms", "TPOT, 99th percentile": "{TPOT p99 ms:.2f} ms"}
+    return listed(named, {"while decoding": "{while}", **times, "promotions": "{promotions:,}", "waits": "{waits:,}"})
 
 
+@shown
 def policies() -> str:
     """All policies at equal bytes of device memory: a cell has the figures of each budget, the smallest first."""
     found: dict[str, dict[str, Row]] = {}
@@ -71,7 +65,7 @@ def policies() -> str:
 def _divergence(row: Row) -> str:
     if "least MB" in row:
         return f"needs {row['least MB']:.1f} MB"
-    return f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}"
+    return KL.format_map(row)
 
 
 def _each(rows: list[Row], key: str, how: str) -> str:
@@ -81,6 +75,7 @@ def _each(rows: list[Row], key: str, how: str) -> str:
     return ", ".join(f"{row[key]:{how}}" if key in row else "-" for row in rows)
 
 
+@shown
 def pinned() -> str:
     """What policies move and read in pinned host memory, at equal bytes."""
     rows = [row for row in results("policies-pinned")["rows"] if row["budget"]]
@@ -102,38 +97,34 @@ def _claims(name: str) -> list[Row]:
     return [row for row in results("policies-tiny-qwen3-moe")["claims"] if row["table"] == name]
 
 
+@shown
 def similarity() -> str:
     """A prompt's experts and its decoding's."""
     rows = _claims("prefill: similarity")
+    shown = {"its own decoding": "own", "another text's": "other text's"}
     return table(
-        ["", *(row["what"] for row in rows)],
-        [
-            [shown, *(f"{row[key]:.3f}" for row in rows)]
-            for shown, key in (("its own decoding", "own"), ("another text's", "other text's"))
-        ],
+        ["", *(row["what"] for row in rows)], [[name, *(f"{r[key]:.3f}" for r in rows)] for name, key in shown.items()]
     )
 
 
-def _divergences(name: str) -> str:
-    rows = [[row["what"], f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}"] for row in _claims(name)]
-    return table(["", "KL, mnat"], rows)
-
-
+@shown
 def selector() -> str:
     """Widths of the host's experts."""
-    return _divergences("prefill: bits of the rest")
+    return listed(_claims("prefill: bits of the rest"), {"": "{what}", "KL, mnat": KL})
 
 
+@shown
 def retention() -> str:
     """Critical experts and the others: KL by the share that is critical."""
     found: dict[str, dict[str, str]] = {}
     for row in _claims("importance: retention"):
         widths, share, by = row["what"].split(", ")
-        found.setdefault(f"{widths}, {by}", {})[share] = f"{row['KL, mnat']:.2f} ± {row['+-']:.2f}"
+        found.setdefault(f"{widths}, {by}", {})[share] = KL.format_map(row)
     shares = list(dict.fromkeys(share for cells in found.values() for share in cells))
     return table(["KL, mnat", *shares], [[name, *(c.get(share, "") for share in shares)] for name, c in found.items()])
 
 
+@shown
 def on_demand() -> str:
     """Bytes that passes waited for, and those fetched ahead."""
     out = []
@@ -145,19 +136,21 @@ def on_demand() -> str:
     return table(["", "waited for, MB", "ahead, MB", "in time", "KL, mnat", "TPOT, ms"], out)
 
 
+@shown
 def prediction() -> str:
     """Of the next layer's experts."""
     rows = _claims("importance: prediction")
     return table([row["what"] for row in rows], [[f"{row['foretold']:.2f}" for row in rows]])
 
 
+@shown
 def alpha() -> str:
     """Time a token by what stays on the device."""
-    rows = _claims("paged: alpha")
-    shown = [(row["what"].removeprefix("alpha="), f"{row['TPOT p50 ms']:.1f}", f"{row['peak MB']:.1f}") for row in rows]
-    return table(["alpha", "TPOT, ms", "device memory, MB"], [list(row) for row in shown])
+    rows = [{**row, "alpha": row["what"].removeprefix("alpha=")} for row in _claims("paged: alpha")]
+    return listed(rows, {"alpha": "{alpha}", "TPOT, ms": "{TPOT p50 ms:.1f}", "device memory, MB": "{peak MB:.1f}"})
 
 
+@shown
 def serving() -> str:
     """Servers: a cell has the figures of each number of clients."""
     found: dict[str, list[Row]] = {}
@@ -168,23 +161,23 @@ def serving() -> str:
     return table(["server", *keys], out)
 
 
+@shown
 def limited_clients() -> str:
     """One server by clients, of a model larger than memory."""
     return as_is("limited-clients")
 
 
+@shown
 def start() -> str:
     """From the start of a command to its first token."""
     return as_is("start")
 
 
+@shown
 def hostile() -> str:
     """What became of hostile bundles and checkpoints, by what is changed."""
-    return _became(results("hostile")["rows"], "changed", "what is changed")
-
-
-def _became(rows: list[Row], name: str, heading: str) -> str:
-    columns = ("cases", "opened", "refused", "wrong")
-    every = {name: "all", **{c: sum(row[c] for row in rows) for c in columns}}
-    out = [[row[name], *(f"{row[c]:,}" for c in columns)] for row in (*rows, every)]
-    return table([heading, "cases", "opened", "refused", "anything else"], out)
+    rows = results("hostile")["rows"]
+    counted = {"cases": "cases", "opened": "opened", "refused": "refused", "anything else": "wrong"}
+    every = {"changed": "all", **{key: sum(row[key] for row in rows) for key in counted.values()}}
+    columns = {heading: f"{{{key}:,}}" for heading, key in counted.items()}
+    return listed([*rows, every], {"what is changed": "{changed}", **columns})

@@ -20,7 +20,7 @@ from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.step.context import Step, step_of
 
 from . import op  # noqa: F401  # registers the operator
-from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts
+from .handles import EVERYWHERE, RUN_THERE, LayerCall, LayerExperts, seen
 from .host_tier import HostTier
 
 if TYPE_CHECKING:
@@ -81,21 +81,22 @@ def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
         step.loader.load(step, position, hidden_states, top_k_index)
         snapshot = experts.current
     elif step is not None:
-        snapshot = step.snapshots[position]
+        snapshot = seen(step)[position]
     return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
 
 
 def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: bool) -> None:
     counters = step.counters  # set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
-    is_wanted = counters is not None and not (fused and counters.only_fused)
-    if not is_wanted and not step.watchers:
+    if counters is not None and fused and counters.only_fused:
+        counters = None
+    if counters is None and not step.watchers:
         return
     heavy = None if step.importance is None else step.importance.heavy(position, len(index))
     teller, logits = step.logits or (position, None)
     if teller != position or (logits is not None and len(logits) != len(index)):
         logits = None
     routing = RouterOutput(index, weights, logits, heavy)
-    if is_wanted:
+    if counters is not None:
         counters.add(position, routing, fused)
     for watcher in step.watchers:  # set by Serving.count_routing
         watcher.add(position, routing)

@@ -26,6 +26,8 @@ from moepack.runtime.kernels.switch_triton import summed, switched
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step
 
+from .handles import seen
+
 if TYPE_CHECKING:
     from moepack.families.interface import ExpertsModule
 
@@ -48,8 +50,7 @@ def takes(experts: LayerExperts, step: Step | None, tokens: int, top_k: int) -> 
 
 
 def _snapshot(experts: LayerExperts, step: Step | None) -> Snapshot:
-    made: Snapshot = experts.current if step is None else step.snapshots[experts.position]
-    return made
+    return experts.current if step is None else seen(step)[experts.position]
 
 
 def launch(experts: LayerExperts, step: Step | None, form: Routing, count: bool = True, **given: Any) -> Routed:
@@ -100,6 +101,7 @@ def _forward(call: LayerCall) -> Tensor:
     fused = _fuses(module)
     tiling = DECODE if few is not None else tiling_for(slots / count)
     handles = experts.device_table()
+    chosen: tuple[Tensor | None, Tensor]
     if few is None:
         geometry, live, counts = sort(call.index.long().contiguous(), handles, tiling.tokens)
         chosen = None, counts
@@ -144,8 +146,7 @@ def _tables(
     staged = experts.of.staged
     if counts is None or staged is None or Where.PINNED not in experts.places:
         return contextlib.nullcontext((handles,))
-    tables: contextlib.AbstractContextManager[Iterable[Tensor]] = staged.tables(handles, counts)
-    return tables
+    return staged.tables(handles, counts)
 
 
 def _fuses(module: ExpertsModule) -> bool:

@@ -5,10 +5,11 @@ Publishing makes a new snapshot of a layer. A forward pass (forward.py) reads th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn, Protocol, SupportsIndex, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +23,26 @@ from moepack.runtime.kernels.forms import compiled, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise, plain_weights, section, sections_of
 from moepack.runtime.kernels.rotation import SlotRotation
 from moepack.runtime.policies.placements import CODED, Placement, Where
-from moepack.runtime.step.context import StepOpener
+from moepack.runtime.step.context import Step, StepOpener
 
 from . import backends
 from .host_tier import HostTier
 from .packed import CodedExtent
 
 if TYPE_CHECKING:
+    from moepack.families.interface import ExpertsModule
+    from moepack.runtime.kernels.routing_triton import Routed
     from moepack.runtime.kernels.token_native import GatedExperts
+
+
+class Staged(Protocol):
+    """Brings experts in pinned memory to a GPU."""
+
+    def tables(self, handles: Tensor, counts: Tensor) -> AbstractContextManager[Iterator[Tensor]]:
+        """Yield handle tables that together have every expert with slots, as staged.py says."""
+
+
+Gate = tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]  # `act_fn`, own `_apply_gate`
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +107,11 @@ class ServedLayer:
         # slots of each, or all (paging/in_place.py)
         self.in_place: Callable[[Snapshot, Tensor | None, Tensor], None] | None = None
         # Experts in pinned memory, which passes of many tokens bring to a GPU (`StagedLayer`, staged.py)
-        self.staged: Any = None
+        self.staged: Staged | None = None
         # What a step's kernels find beside the handles of a snapshot, int64 [experts]; None where they need no more
         self.second: Callable[[Snapshot], npt.NDArray[np.int64]] | None = None
         # The experts module's gate, and the kernel that runs few tokens in one call if the gate is its own (cpu.py)
-        self.gated: tuple[Any, GatedExperts | None] | None = None
+        self.gated: tuple[Gate, GatedExperts | None] | None = None
 
     def over(
         self,
@@ -223,16 +236,21 @@ class Snapshot:
         return None if bias is None else bias.to(dtype)
 
 
+def seen(step: Step) -> Sequence[Snapshot]:
+    """The experts of every layer as a step sees them."""
+    return cast("Sequence[Snapshot]", step.snapshots)  # the step's own room is below this one
+
+
 @dataclass(slots=True)
 class LayerCall:
     """One call of a layer's experts."""
 
-    module: Any
+    module: ExpertsModule
     experts: Snapshot
     hidden: Tensor  # [tokens, hidden]
     index: Tensor  # [tokens, top_k]; an index past the last expert adds nothing
     weights: Tensor  # [tokens, top_k]
-    routed: Any = None  # the `Routed` of few tokens on a GPU (runtime/kernels/routing_triton.py)
+    routed: Routed | None = None  # of few tokens on a GPU
 
 
 class LayerExperts:
@@ -253,7 +271,7 @@ class LayerExperts:
         self.of = ServedLayer(layer, versions, device)
         self.current = Snapshot(self.of, np.zeros(0, np.uint64), ())  # for a step that begins now
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be pickled or copied: handles are addresses of this process's memory."""
         raise InputError("a loaded bundle is neither copied nor pickled: load it again, with moepack.load")
 

@@ -19,8 +19,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
 from moepack.runtime.policies.reducers import Floats, Ints, Reducer, RouterOutput
 from moepack.runtime.step.context import step_of
-
-from .counters import Counters
+from moepack.runtime.step.counters import Counters
 
 
 @dataclass(frozen=True, slots=True)

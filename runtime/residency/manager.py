@@ -24,7 +24,7 @@ from moepack.pack.errors import BundleError
 from moepack.pack.reader import Bundle
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
-from moepack.runtime.devices.handle_tables import DeviceTables
+from moepack.runtime.devices.handle_tables import DeviceTables, HandleTable
 from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.handles import NOTHING, RUN_THERE, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
@@ -316,14 +316,14 @@ class ResidencyManager:
         with self._one_at_a_time if self._blocking or self.plan.in_place else contextlib.nullcontext():
             if self.statistics.begins(prompt):
                 self._soon()
-            step = self._begin(prompt, mask, counted)
+            step, table = self._begin(prompt, mask, counted)
             try:
                 with opened(step):
                     yield step
             finally:
-                self._end(step)
+                self._end(step, table)
 
-    def _begin(self, prompt: Prompt, mask: Tensor | None, counted: bool) -> Step:
+    def _begin(self, prompt: Prompt, mask: Tensor | None, counted: bool) -> tuple[Step, HandleTable | None]:
         number, (epoch, snapshots) = self.residency.begin()
         try:
             table = None
@@ -332,25 +332,26 @@ class ResidencyManager:
                 snapshots = table.snapshots
             if self.in_place is not None:
                 self.in_place.begin()
-            return Step(
+            step = Step(
                 self.key,
                 snapshots,
                 self.statistics.counters(prompt, mask) if counted else None,
                 prompt=prompt,
                 loader=self if self._blocking else None,
                 number=number,
-                table=table,
+                words=None if table is None else table.words,
                 began=time.perf_counter(),
             )
+            return step, table
         except BaseException:
             self.residency.end(number)
             raise
 
-    def _end(self, step: Step) -> None:
+    def _end(self, step: Step, table: HandleTable | None) -> None:
         with contextlib.ExitStack() as ends:  # all are called, even if one raises
             ends.callback(self.residency.end, step.number)
-            if step.table is not None and self._tables is not None:
-                ends.callback(self._tables.give, step.table)
+            if table is not None and self._tables is not None:
+                ends.callback(self._tables.give, table)
             if self.in_place is not None:
                 ends.callback(self.in_place.end)
         step.seconds = time.perf_counter() - step.began - step.waited
@@ -393,7 +394,7 @@ class ResidencyManager:
             BundleError, InputError: when an expert without a resident version cannot be loaded.
         """
         foresees = self.prediction
-        predicted = (None, {}) if foresees is None else foresees.ahead(position, hidden, index, step.counters.mask)
+        predicted = (None, {}) if foresees is None else foresees.ahead(position, hidden, index, step.counted.mask)
         # A load was interrupted while the policy decided, or before its whole answer was carried out: the policy's
         # state may not match memory. So all experts go to the base, and a new policy starts from there.
         if self._upset:
@@ -403,7 +404,7 @@ class ResidencyManager:
             self.transitions.want({}, self.policy.worth)
         self._upset = True
         placed, coming = self.on_demand.where(position)
-        counts, sums = step.counters.layer(position)
+        counts, sums = step.counted.layer(position)
         event = LayerReached(
             time.monotonic(),
             self.capacity(),

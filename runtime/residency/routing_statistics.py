@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.policies.contract import (
     DecodingBegan,
     Event,
@@ -27,6 +26,7 @@ from moepack.runtime.policies.contract import (
 )
 from moepack.runtime.policies.reducers import Ints
 from moepack.runtime.step.context import Prompt, Step
+from moepack.runtime.step.counters import Counters
 
 from .sequences import Sequences
 
@@ -116,18 +116,18 @@ class RoutingStatistics:
             if ended is None:
                 break
             step = ended[1]
-            if not step.counters.arrived():
+            if not step.counted.arrived():
                 self._ended.appendleft(ended)
                 break
-            if step.counters.used:
+            if step.counted.used:
                 for event in self._add(step, capacity):
                     decide(event)
-            for counters in (step.counters, *(apart for _, apart in step.counters.within)):
+            for counters in (step.counted, *(apart for _, apart in step.counted.within)):
                 if len(self._spare) < UNDELIVERED:
                     self._spare.append(counters)
 
     def _add(self, step: Step, capacity: Callable[[], Sequence[int]]) -> Iterator[Event]:
-        counts, sums = step.counters.take()
+        counts, sums = step.counted.take()
         for chosen, new in zip(self._counts, counts, strict=True):
             chosen += new
         for reducer, rows in sums.items():
@@ -141,7 +141,7 @@ class RoutingStatistics:
         if not self._needs.prompts:
             return
         reading = [one for one in step.prompt.each if one.tokens]
-        of = [apart for _, apart in step.counters.within] if step.prompt.parts else [step.counters]
+        of = [apart for _, apart in step.counted.within] if step.prompt.parts else [step.counted]
         for one, counters in zip(reading, of, strict=bool(reading)):
             counts, sums = counters.take()
             yield PrefillEnded(time.monotonic(), capacity(), [row.copy() for row in counts], sums, one.sequence)

@@ -13,11 +13,13 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from torch import Tensor, nn
 
 from moepack.runtime.policies.reducers import RouterOutput
+
+from .counters import Counters
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -78,7 +80,7 @@ class Loader(Protocol):
 class HeavyHitters(Protocol):
     """Sees the attention of a prompt, and marks heavy hitters."""
 
-    def saw(self, module: object, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
+    def saw(self, module: object, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, object]) -> None:
         """Take up one attention layer's call."""
 
     def heavy(self, position: int, tokens: int) -> Tensor | None:
@@ -138,11 +140,11 @@ class PackedCache:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One forward pass of one model while it runs. Fields of type `Any` hold objects of rooms above this one."""
+    """One forward pass of one model while it runs."""
 
     model: object = None  # the key of the model, as `LayerExperts.model`; None for a model without experts of a bundle
-    snapshots: Sequence[Any] = ()  # the `Snapshot` of every layer as the step began (experts/handles.py)
-    counters: Any = None  # the step's routing counts: `Counters` (experts/counters.py); None where not wanted
+    snapshots: Sequence[object] = ()  # of every layer as the step began; `seen` knows their class (experts/handles.py)
+    counters: Counters | None = None  # the step's routing counts; None where not wanted
     watchers: Sequence[RoutingCounter] = ()  # other counters; the server's live page registers one
     prompt: Prompt = NO_PROMPT  # what the step reads of its sequences
     # The `ResidencyManager`, if the policy lets passes wait for experts. Its `load` returns once the layer's current
@@ -153,7 +155,7 @@ class Step:
     logits: tuple[int, Tensor | None] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
     number: int = 0  # the residency's number of the step
-    table: Any = None  # the handle table on a GPU
+    words: Tensor | None = None  # of its handle table on a GPU, int64 (devices/handle_tables.py)
     # By the last router's own launch on a GPU: its layer's position, its `Routed`, and whether it was counted
     routed: tuple[int, Routed, bool] | None = None
     began: float = 0.0  # perf_counter seconds
@@ -162,6 +164,12 @@ class Step:
     # For each copy that the step waited for: layer position, placement from which it came, bytes of weights
     demanded: list[tuple[int, int, int]] = field(default_factory=list)
     outer: Step | None = None  # the step that was running in this thread when this one began
+
+    @property
+    def counted(self) -> Counters:
+        """The routing counts of a step whose residency wants them."""
+        assert self.counters is not None
+        return self.counters
 
 
 class StepOpener(Protocol):

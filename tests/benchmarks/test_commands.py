@@ -2,14 +2,11 @@
 
 import importlib.util
 import re
-import sys
 
 import pytest
 from support import ROOT
 
 from moepack.pack.spec import KNOWN
-
-sys.path.insert(0, str(ROOT))
 
 DRAWS = {"draw"}  # measures nothing: tests/docs/test_documents.py runs it
 

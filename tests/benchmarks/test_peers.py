@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from support import ROOT, python
 
-sys.path.insert(0, str(ROOT))
-
 from benchmarks.limited.shapes import SHAPES
 from benchmarks.peers import gguf_layout
 from benchmarks.peers.judge import judged

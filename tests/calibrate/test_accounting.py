@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +18,11 @@ import torch
 from gguf_reading import Reading
 from hostile_edits import Victim
 from safetensors.torch import load_file, save, save_file
-from support import ROOT, RTN, edit_tensors
+from support import RTN, build_from, edit_tensors
 from transformers import AutoModelForCausalLM
 
 import moepack
+from benchmarks import families
 from moepack.calibrate import checkpoint
 from moepack.calibrate.accounting import IGNORED, MTP, RULES, ZERO, _rule
 from moepack.calibrate.checkpoint import described, make_config, open_checkpoint, read_config
@@ -30,13 +30,7 @@ from moepack.calibrate.stream import StreamedModel
 from moepack.export.choice import Wanted
 from moepack.export.run import export
 from moepack.pack.errors import BundleError, InputError
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.verify import verify
-
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import families
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 ATTENTION, EXPERTS = "model.layers.1.self_attn", "model.layers.1.mlp.experts"
@@ -328,7 +322,7 @@ def test_another_head_than_the_tied_one_is_served(short_model, text, tmp_path):
         tensors[HEAD] = tensors[TABLE].flip(0).contiguous()
 
     path = planted(short_model, tmp_path / "planted", change)
-    build(path, tmp_path / "bundle", parse_recipe(f"versions: [bf16, w2]\ndense: [w8]\n{RTN}", "test"), [text])
+    build_from(f"versions: [bf16, w2]\ndense: [w8]\n{RTN}", path, tmp_path / "bundle", [text])
     ids = torch.arange(5, 40)[None]
     with torch.inference_mode():
         right = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)(ids).logits
@@ -348,7 +342,7 @@ def test_exports_have_a_head_of_its_own(demo_model, text, tmp_path):
     path = planted(whole, tmp_path / "c", lambda t: t.update({HEAD: t[TABLE].flip(0).contiguous()}))
     head = load_file(path / "model.safetensors")[HEAD]
     bundle = tmp_path / "bundle"
-    build(path, bundle, parse_recipe(f"versions: [bf16, w4]\n{RTN}", "test"), [text])
+    build_from(f"versions: [bf16, w4]\n{RTN}", path, bundle, [text])
     wanted = {"released": None, "checkpoint": "bf16", "gptq": "4", "compressed-tensors": "4"}
     for name, bits in wanted.items():
         target = "checkpoint" if name == "released" else name
@@ -374,7 +368,7 @@ def test_a_copy_of_the_table_in_another_file(short_model, text, tmp_path, monkey
     path = Path(shutil.copytree(short_model, tmp_path / "checkpoint"))
     whole = load_file(path / "model.safetensors")
     in_two_files(whole | {HEAD: whole[TABLE].clone()}, path, {HEAD: 1})
-    build(path, tmp_path / "bundle", parse_recipe(f"versions: [bf16, w2]\n{RTN}", "test"), [text])
+    build_from(f"versions: [bf16, w2]\n{RTN}", path, tmp_path / "bundle", [text])
     assert read == [whole[TABLE].nbytes] * 2 and verify(tmp_path / "bundle", path) == []
     export(tmp_path / "bundle", tmp_path / "again")
     assert torch.equal(load_file(tmp_path / "again" / "model-2.safetensors")[HEAD], whole[TABLE])
@@ -423,7 +417,7 @@ def test_biases_of_a_router_stay_in_float32(family, demo_model, text, tmp_path):
     exact = torch.linspace(0.1, 0.2, 8) + 1e-6
     edit_tensors(path, lambda t: t.update({name: exact[: len(t[name])]}))
     place = account(path)[name].why
-    build(path, tmp_path / "bundle", parse_recipe(f"versions: [bf16, w2]\n{RTN}", "test"), [text])
+    build_from(f"versions: [bf16, w2]\n{RTN}", path, tmp_path / "bundle", [text])
     model = moepack.load(tmp_path / "bundle", policy="static:bf16")
     assert model.dtype == torch.bfloat16
     served = model.get_parameter_or_buffer(place)

@@ -9,7 +9,8 @@ import tiny_models
 import torch
 from released import decoded, same
 from safetensors.torch import load_file, save_file
-from support import Notes
+from support import Notes, build_from
+from support import ids as token_ids
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -124,7 +125,7 @@ def mxfp4_checkpoint(path, tokenizer):
 def test_a_bundle_of_it_is_the_decoded_model(make, dtype, said, demo_model, text, tmp_path):
     coded, plain = make(tmp_path, demo_model)
     notes = Notes()
-    build(coded, tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text], reporter=notes)
+    build_from(RECIPE, coded, tmp_path / "bundle", [text], reporter=notes)
     assert verify(tmp_path / "bundle", coded) == []
     assert verify(tmp_path / "bundle", plain) == []  # every dense tensor and every expert, bit for bit
     assert open_bundle(tmp_path / "bundle").manifest.model["expert_dtype"] == dtype
@@ -132,7 +133,7 @@ def test_a_bundle_of_it_is_the_decoded_model(make, dtype, said, demo_model, text
     assert not any("no place in the model" in n for n in notes.notes)  # scales are not left over
     config = json.loads((tmp_path / "bundle" / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": "moepack"}
-    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(40, 1, 2)
     model = loaded(plain)
     ours = moepack.load(tmp_path / "bundle", dtype=torch.float32)
     with torch.inference_mode():
@@ -144,11 +145,11 @@ def test_a_bundle_of_it_is_the_decoded_model(make, dtype, said, demo_model, text
 def test_gpt_oss_code_for_code(demo_model, text, tmp_path):
     """Biases, transposed and interleaved matrices: transformers' logits, and the checkpoint's bytes from the bundle."""
     coded, plain = mxfp4_checkpoint(tmp_path, demo_model)
-    build(coded, tmp_path / "b", parse_recipe(RECIPE.replace("bf16, w4", "native, w2"), "test"), [text])
+    build_from(RECIPE.replace("bf16, w4", "native, w2"), coded, tmp_path / "b", [text])
     bundle = open_bundle(tmp_path / "b")
     assert [v.name for v in bundle.versions] == ["mxfp4", "w2"] and all(m.bias for m in bundle.layers[0].matrices)
     assert verify(tmp_path / "b", coded) == []
-    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(40, 1, 2)
     with torch.inference_mode():
         want = loaded(plain)(ids).logits
         got = moepack.load(tmp_path / "b", dtype=torch.float32)(ids).logits

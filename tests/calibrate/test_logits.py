@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import RTN
+from support import RTN, build_from
 from transformers import AutoModelForCausalLM
 
 from moepack.pack.errors import BundleError, InputError
@@ -14,7 +14,6 @@ from moepack.pack.tables import TABLES, read_tables
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.allocate import bundle_costs, expected_losses, named
 from moepack.pipeline.artifacts import PROBE
-from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.allocation.knapsack import greedy
 
 RECIPE = RTN + "versions: [bf16, w4, w2, w1]\nallocation: {average_bits: 3.2, weight: logits}\n"
@@ -25,7 +24,7 @@ BITS = (3.2, 3.0, 3.4, 3.6, 4.0)
 def weighed(short_model, text, tmp_path_factory):
     """A bundle whose allocation weighs losses by the logits, and its work directory."""
     folder = tmp_path_factory.mktemp("weighed")
-    pipeline.build(short_model, folder / "bundle", parse_recipe(RECIPE, "r"), [text], work=folder / "work")
+    build_from(RECIPE, short_model, folder / "bundle", [text], work=folder / "work")
     return open_bundle(folder / "bundle"), folder / "work"
 
 
@@ -90,7 +89,7 @@ def test_a_table_in_some_layers_alone_is_refused(weighed, tmp_path):
 def test_what_cannot_be_weighed_is_refused(weighed, short_model, text):
     _, work = weighed
     with pytest.raises(InputError, match="logits takes a pass that memory does not count"):
-        pipeline.build(short_model, work.parent / "b", parse_recipe(RECIPE, "r"), [text], memory=1 << 40)
+        build_from(RECIPE, short_model, work.parent / "b", [text], memory=1 << 40)
     (work / "calibrate" / "rest" / PROBE).unlink()
     with pytest.raises(InputError, match="was calibrated before losses were weighed by logits"):
         pipeline.pack(work, work.parent / "b")

@@ -1,11 +1,10 @@
 """What layers pass on beside hidden states: recorded from the model's own code, replayed, kept and taken up again."""
 
-import sys
-
 import pytest
 import torch
-from support import ROOT
+from support import ids as token_ids
 
+from benchmarks import families
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.dense import dense_matrices, watch_part
 from moepack.calibrate.forward import CalibrationPass
@@ -13,16 +12,12 @@ from moepack.calibrate.stream import StreamedModel
 from moepack.calibrate.trace import Recording, ReturnsMore, Unsupported
 from moepack.pack.errors import InputError
 
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import families
-
 # An indexer's choice and shared keys and values; outputs of earlier layers, computed with between layers.
 PASSING = ("mistral_large4", "inkling2_text")
 
 
 def a_pass(checkpoint):
-    ids = torch.randint(1, 4000, (3, 24), generator=torch.Generator().manual_seed(2))
+    ids = token_ids(24, 2, 3)
     stream = StreamedModel(open_checkpoint(checkpoint))
     stream.load(None)
     stream.to_compute(None, torch.float32)

@@ -1,12 +1,11 @@
 """Experts behind transformers' interface give what their own code gives; checkpoints of odd layouts are read."""
 
-import sys
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import ROOT
+from support import ids as token_ids
 
+from benchmarks import families
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import is_experts_module
 from moepack.calibrate.forward import CalibrationPass
@@ -16,11 +15,7 @@ from moepack.families.model_class import auto_class, decoder_layers, model_of
 from moepack.families.passed import between_layers
 from moepack.pack.errors import InputError
 
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import families
-
-IDS = torch.randint(1, 4000, (2, 24), generator=torch.Generator().manual_seed(1))
+IDS = token_ids(24, 1, 2)
 
 
 def plain_model(name):

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from support import build_from
+from support import ids as token_ids
 from tiny_models import _BASE, copy_tokenizer
 
 import moepack
 from moepack.families.layouts import adapt
 from moepack.families.model_class import model_of
 from moepack.pack.errors import InputError
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 
 RECIPE = """
 versions: [bf16, w4]
@@ -76,12 +76,12 @@ def test_the_whole_model_and_its_tower(demo_model, text, tmp_path):
                 parameter.normal_(0, 0.1)
     plain.save_pretrained(tmp_path / "checkpoint")
     copy_tokenizer(demo_model, tmp_path / "checkpoint")
-    report = build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    report = build_from(RECIPE, tmp_path / "checkpoint", tmp_path / "bundle", [text])
     assert report.methods["w4"]["gptq"] >= 4  # of 8; those with few tokens keep the best of three
     assert moepack.open(tmp_path / "bundle").manifest.model["architecture"] == "Llama4ForConditionalGeneration"
     ours = moepack.load(tmp_path / "bundle", policy="static:bf16", dtype=torch.float32)
     plain = Llama4ForConditionalGeneration.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
-    ids = torch.randint(1, 4000, (2, 20), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(20, 1, 2)
     with torch.inference_mode():
         want, got = plain(input_ids=ids).logits, ours(input_ids=ids).logits
     assert float((got - want).norm() / want.norm()) <= 1e-3

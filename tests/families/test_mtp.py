@@ -7,7 +7,8 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from support import Notes, edit_tensors, tree
+from support import Notes, build_from, edit_tensors, tree
+from support import ids as token_ids
 
 import moepack
 from moepack.calibrate import skeleton
@@ -67,7 +68,7 @@ def mtp_of(path):
 
 def test_left_out_and_said_so(checkpoint, text, tmp_path):
     notes = Notes()
-    report = build(checkpoint, tmp_path / "b", parse_recipe(RECIPE.format("drop"), "t"), [text], reporter=notes)
+    report = build_from(RECIPE.format("drop"), checkpoint, tmp_path / "b", [text], reporter=notes)
     count = len(mtp_of(checkpoint))
     assert f"{count} tensors of layers for multi-token prediction (MTP) are left out" in " ".join(notes.notes)
     assert "1 tensors of the checkpoint have no place in the model (a table of rotary embeddings" in " ".join(
@@ -93,11 +94,11 @@ def test_kept_as_they_are(checkpoint, text, tmp_path, caplog):
     more = estimate(checkpoint, tmp_path / "c", recipe, [text]).dense_bytes
     assert more - few == sum(t.nbytes for t in theirs.values())
     with pytest.raises(InputError, match="made with mtp"):
-        build(checkpoint, tmp_path / "d", parse_recipe(RECIPE.format("drop"), "t"), [text], work=tmp_path / "work")
+        build_from(RECIPE.format("drop"), checkpoint, tmp_path / "d", [text], work=tmp_path / "work")
 
     model = moepack.load(tmp_path / "b", policy="static:bf16", dtype=torch.float32)
     assert "UNEXPECTED" not in caplog.text
-    ids = torch.randint(1, 4000, (1, 12), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(12, 1, 1)
     plain = model.generate(ids, max_new_tokens=8, do_sample=False)
     guessed = model.generate(ids, max_new_tokens=8, do_sample=False, use_mtp=True)
     assert torch.equal(plain, guessed)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,12 @@ PATIENCE = 300
 HOT = {"policy": "hotness:hi=bf16,lo=w2", "device_memory": "30MB"}
 # A recipe by which the short model is built in a second.
 RTN = "quantize: {method: rtn, group_size: 64, loss_tokens: 64}\ncalibration: {samples: 4, length: 64, batch_size: 2}\n"
+# A recipe by which small checkpoints in released formats are built.
+NATIVE = """
+versions: [native, w2]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 2, length: 64, batch_size: 2}
+"""
 # A task of lm-evaluation-harness, of our own: the data of others are not to be had here.
 CHOICES = """
 task: choices
@@ -66,6 +72,14 @@ def for_logits(**options) -> LoadOptions:
 def load_for_logits(bundle: str | Path, **options):
     """A model that is loaded for such passes, whatever moepack.load's own workload is."""
     return moepack.load(bundle, **{"kv_tokens": 0, "all_logits": True, **options})
+
+
+def build_from(recipe: str, checkpoint: str | Path, target: str | Path, texts: Sequence[str | Path], **more):
+    """Build a bundle by the text of a recipe; the report. `more` are further arguments of `build`."""
+    from moepack.pipeline.build import build
+    from moepack.pipeline.recipe import parse_recipe
+
+    return build(checkpoint, target, parse_recipe(recipe, "test"), texts, **more)
 
 
 def cli(*arguments: str | Path, stdin: str = "") -> tuple[int, str, str]:

@@ -23,7 +23,7 @@ from huggingface_hub.utils import enable_progress_bars
 from native_checkpoints import logits, released, small
 from released import same
 from safetensors.torch import load_file
-from support import cli, forked, ok, refused, spy, tree
+from support import build_from, cli, forked, ok, refused, spy, tree
 
 import moepack
 from moepack.export import export_checkpoint
@@ -171,7 +171,7 @@ def test_a_released_checkpoint(client, demo_model, text, tmp_path):
     """Its versions come alone or all; what is pulled is what was pushed, and makes the checkpoint again."""
     released(small(demo_model, tmp_path / "plain"), tmp_path / "checkpoint", "ct nvfp4")
     recipe = "versions: [native, w2]\nquantize: {method: rtn}\ncalibration: {samples: 2, length: 64}\n"
-    build(tmp_path / "checkpoint", tmp_path / "b", parse_recipe(recipe, "native"), [text])
+    build_from(recipe, tmp_path / "checkpoint", tmp_path / "b", [text])
     ok(client.push(tmp_path / "b"))
     ok(client.pull(tmp_path / "low", "--versions", "w2"))
     assert [v.name for v in moepack.open(tmp_path / "low").versions] == ["w2"] and verify(tmp_path / "low") == []

@@ -5,6 +5,7 @@ import socket
 
 import pytest
 from hub_stand_in import point, serve
+from support import build_from
 
 import moepack
 from moepack.generation import generate
@@ -12,8 +13,6 @@ from moepack.hub import pull, push
 from moepack.pack import hub_name
 from moepack.pack.errors import MoepackError
 from moepack.pack.hub_name import on_hub
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 
 
@@ -34,7 +33,7 @@ def silent():
 def commands(name, bundle, out):
     """What takes a name, called with one."""
     return [
-        lambda: build(name, out, parse_recipe("versions: [bf16]", "test"), ["text.txt"]),
+        lambda: build_from("versions: [bf16]", name, out, ["text.txt"]),
         lambda: evaluate(name, ["text.txt"]),
         lambda: generate(name, "The"),
         lambda: moepack.load(name),

@@ -5,12 +5,10 @@ import tomllib
 
 import pytest
 import torch
-from support import ROOT, RTN, cli, documented, python, refused
+from support import ROOT, RTN, build_from, cli, documented, python, refused
 
 from moepack.pack.errors import MissingExtraError
 from moepack.pack.spec import Version, lossy
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.quantize import methods
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import fallbacks, method_for, quantise
@@ -34,7 +32,7 @@ def test_a_new_quantiser_is_one_file_and_one_line(demo_model, text, tmp_path, ab
     """Word by word as docs/extending/quantiser.md has it."""
     (recipe,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
     recipe = recipe.replace("[bf16, w4, w2]", "[bf16, w4, w1]")
-    build(demo_model, tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    build_from(recipe, demo_model, tmp_path / "bundle", [text])
     assert verify(tmp_path / "bundle", demo_model) == []
     facts = inspect(tmp_path / "bundle")
     assert facts["methods"] == {"bf16": {"none": 64}, "w4": {"absmax": 64}, "w1": {"absmax": 64}}

@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 import torch
 from served import ask
-from support import for_logits, load_for_logits
+from support import build_from, for_logits, load_for_logits
 
 import moepack
 from moepack.calibrate.text.windows import document_windows
@@ -20,8 +20,6 @@ from moepack.families.arguments import with_cache
 from moepack.families.tokenizer import load_tokenizer
 from moepack.generation import generate
 from moepack.pack.errors import InputError
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.runtime.experts import backends
@@ -81,7 +79,7 @@ def tiny(text, tmp_path_factory):
     def make(tied):
         source, path = folder / f"checkpoint-{tied}", folder / f"bundle-{tied}"
         tiny_models.save_tiny("qwen3_moe", source, tokenizer, tie_word_embeddings=tied, **SIZE)
-        build(source, path, parse_recipe(RECIPE, "tiny"), [text])
+        build_from(RECIPE, source, path, [text])
         return path
 
     return make

@@ -2,13 +2,9 @@
 says, which is drawn from the same file. A family that newly works fails as one that no longer does."""
 
 import json
-import sys
 
 import pytest
 import transformers
-from support import ROOT
-
-sys.path.insert(0, str(ROOT))
 
 from benchmarks import families
 from moepack.runtime.dense.values import ReadValues

@@ -10,7 +10,7 @@ from native_checkpoints import released
 from released import same
 from released_kinds import weight
 from safetensors.torch import load_file, save_file
-from support import Notes, edit_tensors
+from support import NATIVE, Notes, build_from, edit_tensors
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -22,12 +22,6 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.reports.verify import verify
 
-RECIPE = """
-versions: [native, w2]
-quantize: {method: rtn, group_size: 32, loss_tokens: 64}
-calibration: {samples: 2, length: 64, batch_size: 2}
-"""
-
 
 def stored(path):
     return {name: (file.name, t) for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
@@ -35,7 +29,7 @@ def stored(path):
 
 def made(checkpoint, folder, text, more=""):
     """Build, dry-run and export; assert that all tensors are the same; return the notes of the build."""
-    notes, dry, recipe = Notes(), Notes(), parse_recipe(RECIPE + more, "test")
+    notes, dry, recipe = Notes(), Notes(), parse_recipe(NATIVE + more, "test")
     few = estimate(checkpoint, folder / "bundle", recipe, [text], reporter=dry)
     build(checkpoint, folder / "bundle", recipe, [text], reporter=notes)
     assert [n for n in dry.notes if "export" in n] == [n for n in notes.notes if "export" in n]
@@ -61,7 +55,7 @@ def plain(family, folder, demo_model, **extra):
 def test_experts_that_bf16_rounds_are_no_checkpoint(demo_model, text, tmp_path):
     plain("qwen3_moe", tmp_path, demo_model, dtype=torch.float32)
     notes = Notes()
-    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text], reporter=notes)
+    build_from(NATIVE, tmp_path / "checkpoint", tmp_path / "bundle", [text], reporter=notes)
     (line,) = [n for n in notes.notes if "export" in n]
     assert line.startswith("moepack export will not make the checkpoint again: ")
     assert line.endswith("checkpoint: bf16 is not how its F32 experts were")

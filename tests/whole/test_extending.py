@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import PATIENCE, ROOT, documented, for_logits, load_for_logits
+from support import PATIENCE, ROOT, build_from, documented, for_logits, load_for_logits
+from support import ids as token_ids
 from tiny_models import copy_tokenizer
 
 import moepack
 from moepack.families import layouts
 from moepack.families.model_class import model_of
 from moepack.pack.errors import InputError
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan
 from moepack.runtime.devices.contract import Device
 from moepack.runtime.residency import opening
@@ -44,13 +43,13 @@ def test_a_family(demo_model, text, tmp_path, monkeypatch):
     copy_tokenizer(demo_model, tmp_path / "checkpoint")
     refused = "trio has experts .TrioExperts. that transformers' experts interface does not run"
     with pytest.raises(InputError, match=refused):
-        build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+        build_from(RECIPE, tmp_path / "checkpoint", tmp_path / "bundle", [text])
     line = next(x for x in PAGES["family"].splitlines() if x.startswith('"trio_model.'))
     monkeypatch.setattr(layouts, "LAYOUTS", {**layouts.LAYOUTS, **eval(f"{{{line}}}")})  # the page's own line
-    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    build_from(RECIPE, tmp_path / "checkpoint", tmp_path / "bundle", [text])
     ours = moepack.load(tmp_path / "bundle", policy="static:bf16", dtype=torch.float32)
     plain = family.TrioForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.float32)
-    ids = torch.randint(1, 4000, (2, 12), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(12, 1, 2)
     with torch.inference_mode():
         want, got = plain(ids).logits, ours(ids).logits
     # float32 on both sides: sums in another order
@@ -69,7 +68,7 @@ def test_a_device(bundle, tmp_path, monkeypatch):
     monkeypatch.setattr(opening, "CpuDevice", slow)
     policy = "hotness:hi=bf16,lo=w2,prior=none,interval=0.05,rate=0"
     budget = plan(bundle, for_logits(device_memory=0, policy=policy, prefill_tokens=16)).least_bytes + 400_000
-    ids = torch.randint(1, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
+    ids = token_ids(16, 0, 1)
     model = load_for_logits(bundle, policy=policy, device_memory=budget, prefill_tokens=16)
     with model.moepack as served:
         assert type(served.manager.device) is slow and served.manager.device.host()["latency"] == slow.latency

@@ -3,11 +3,10 @@
 import pytest
 import tiny_models
 import torch
-from support import Notes
+from support import Notes, build_from
+from support import ids as token_ids
 
 import moepack
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.verify import verify
 from moepack.runtime.planning.options import LoadOptions
@@ -32,13 +31,13 @@ def test_family(family, demo_model, text, evaluation, tmp_path):
     from transformers import AutoModelForCausalLM
 
     checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
-    report = build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE.format("gptq"), "test"), [text])
+    report = build_from(RECIPE.format("gptq"), checkpoint, tmp_path / "bundle", [text])
     assert report.calibration_tokens == 4 * 64
     made = report.methods["w2"]  # of random weights GPTQ's grid and HQQ's come close at w4, and the better one is kept
     assert made.get("gptq", 0) > sum(made.values()) / 2, report.methods
     assert verify(tmp_path / "bundle", checkpoint) == []
 
-    ids = torch.randint(1, 4000, (2, 40), generator=torch.Generator().manual_seed(1))
+    ids = token_ids(40, 1, 2)
     # In float32, because in BF16 a router's level choices flip with each instruction set (test_every_family compares
     # BF16 with the choices given).
     plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -62,7 +61,7 @@ def test_another_dtype_is_rounded_and_said_so(demo_model, text, tmp_path):
 
     checkpoint = tiny_models.save_tiny("olmoe", tmp_path / "checkpoint", demo_model, dtype=torch.float32)
     notes = Notes()
-    build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE.format("rtn"), "test"), [text], reporter=notes)
+    build_from(RECIPE.format("rtn"), checkpoint, tmp_path / "bundle", [text], reporter=notes)
     assert any("rounded" in n for n in notes.notes)
     assert open_bundle(tmp_path / "bundle").manifest.model["expert_dtype"] == "F32"
     with safe_open(tmp_path / "bundle" / "model.safetensors", framework="pt") as f:

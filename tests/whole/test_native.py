@@ -15,7 +15,7 @@ from native_checkpoints import IDS, logits, released, small
 from released import found, same
 from released_kinds import E8M0, KINDS, block_fp8
 from safetensors.torch import load_file, save_file
-from support import forked, load_for_logits, spy, tree
+from support import NATIVE, build_from, forked, load_for_logits, spy, tree
 from transformers import AutoModelForCausalLM
 
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -38,11 +38,6 @@ from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.planning.options import LoadOptions
 from moepack.shared.progress import Reporter
 
-RECIPE = """
-versions: [native, w2]
-quantize: {method: rtn, group_size: 32, loss_tokens: 64}
-calibration: {samples: 2, length: 64, batch_size: 2}
-"""
 SERVED = list(KINDS)
 
 DENSE = {  # experts' format -> attention's, its version and group size
@@ -72,7 +67,7 @@ def reference(values, plain, folder):
 def test_from_checkpoint_to_logits(kind, plain, text, tmp_path):
     """The bundle's codes are the checkpoint's, w2 is made from their values, and it computes what they compute."""
     values = released(plain, tmp_path / "checkpoint", kind)
-    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(RECIPE, "native"), [text])
+    build_from(NATIVE, tmp_path / "checkpoint", tmp_path / "bundle", [text])
     bundle = open_bundle(tmp_path / "bundle")
     native = bundle.versions[0]
     assert native == StreamedModel(open_checkpoint(tmp_path / "checkpoint")).native and native.released
@@ -119,7 +114,7 @@ def test_versions_beside_a_released_one(plain, text, tmp_path):
     """Added versions are those of one build; what takes more bits than the checkpoint, or holds it too, is refused."""
     released(plain, tmp_path / "checkpoint", "deepseek mxfp4")
     at = {"checkpoint": tmp_path / "checkpoint", "output": tmp_path / "b"}
-    build(*at.values(), parse_recipe(RECIPE, "native"), [text], work=tmp_path / "w", keep=True)
+    build_from(NATIVE, *at.values(), [text], work=tmp_path / "w", keep=True)
     before = tree(tmp_path / "b")
     for name, said in {
         "mxfp4": "is made where", "native": "is made where", "nvfp4": "is made where", "bf16": "saves no bits",
@@ -208,7 +203,7 @@ def test_dry_runs_count_what_a_build_makes(kind, plain, text, tmp_path):
     Where these depend on its codes, the codes are read and encoded; without them a sample tells about how many.
     """
     released(plain, tmp_path / "checkpoint", kind)
-    recipe = parse_recipe(RECIPE, "native")
+    recipe = parse_recipe(NATIVE, "native")
     build(tmp_path / "checkpoint", tmp_path / "bundle", recipe, [text])
     (tmp_path / "only").mkdir()
     (tmp_path / "only" / "config.json").write_bytes((tmp_path / "checkpoint" / "config.json").read_bytes())
@@ -230,7 +225,7 @@ def test_dense_matrices_stay_as_released(kind, plain, text, tmp_path):
     make, name, group = DENSE[kind]
     less = "w3" if name == "nvfp4" else "w4"
     values = released(plain, tmp_path / "checkpoint", kind, make)
-    recipes = {n: parse_recipe(RECIPE + more, n) for n, more in (("bundle", ""), ("both", f"dense: [{less}]"))}
+    recipes = {n: parse_recipe(NATIVE + more, n) for n, more in (("bundle", ""), ("both", f"dense: [{less}]"))}
     for path, recipe in recipes.items():
         expected = estimate(tmp_path / "checkpoint", tmp_path / path, recipe, [text]).dense_versions
         build(tmp_path / "checkpoint", tmp_path / path, recipe, [text])
@@ -276,7 +271,7 @@ def test_dense_versions_are_of_the_matrices_that_are_encoded(plain, text, tmp_pa
             notes.append(text)
 
     def made(path, more=""):
-        recipe, work = parse_recipe(RECIPE + more, path), tmp_path / f"{path}.work"
+        recipe, work = parse_recipe(NATIVE + more, path), tmp_path / f"{path}.work"
         build(checkpoint, tmp_path / path, recipe, [text], work=work, keep=True, reporter=Kept())
         return tmp_path / path
 

@@ -10,7 +10,7 @@ import torch
 from gpu_stand_in import install
 from native_checkpoints import IDS, logits, released, small
 from served import ask
-from support import damage, for_logits, load_for_logits
+from support import build_from, damage, for_logits, load_for_logits
 
 import moepack
 from moepack.generation import generate
@@ -18,8 +18,6 @@ from moepack.pack.encodings.released import ReleasedFloat
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Version
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.runtime.planning.exceeded import TooSmallError
@@ -57,7 +55,7 @@ def native(plain, text, tmp_path_factory):
     def make(kind):
         folder = tmp_path_factory.mktemp("native")
         released(plain, folder / "checkpoint", kind)
-        build(folder / "checkpoint", folder / "bundle", parse_recipe(RECIPE, "native"), [text])
+        build_from(RECIPE, folder / "checkpoint", folder / "bundle", [text])
         return folder / "bundle"
 
     return make
@@ -108,7 +106,7 @@ def test_of_a_coded_version_paging_knows_restore_alone(native, text, tmp_path, m
     for name, value in (("encode", encode), ("restore", restore), ("entropy_coded", True)):
         monkeypatch.setattr(kind, name, value)
     checkpoint = native("deepseek mxfp4").with_name("checkpoint")
-    build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE, "native"), [text])
+    build_from(RECIPE, checkpoint, tmp_path / "bundle", [text])
     options = "paged:alpha=0.5,resident=0.25,ahead=no"
     model = load_for_logits(tmp_path / "bundle", policy=options, device_memory=AMPLE, **WORK)
     with model.moepack as serving, torch.inference_mode():

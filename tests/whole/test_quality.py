@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import ROOT
+from support import ROOT, build_from
 
 import moepack
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.runtime.planning.options import LoadOptions
@@ -66,7 +64,7 @@ def bundles(tmp_path_factory):
         if not (root / name).exists():
             versions = f"versions: [{', '.join(dict.fromkeys([*case.most, 'w1']))}]\n"
             recipe = f"{versions}quantize: {{loss_tokens: 512}}\ncalibration: {{samples: {case.samples}, length: 256}}"
-            build(case.model, root / name, parse_recipe(recipe, "test"), case.calibration)
+            build_from(recipe, case.model, root / name, case.calibration)
         return root / name
 
     return made

@@ -8,7 +8,7 @@ import independent_reader as reader
 import numpy as np
 import pytest
 import torch
-from support import cli, exported_down, refused
+from support import build_from, cli, exported_down, refused
 
 import moepack
 from moepack.pack.codec.rotation import rotate, signs
@@ -210,7 +210,7 @@ def test_recipes_that_ask_for_what_does_not_fit(short_model, text, tmp_path):
     with pytest.raises(InputError, match=r"quantize.rotate: 48 is not one of 0, 16, 32, 64, 128, 256"):
         parse_recipe("quantize: {rotate: 48}", "r")
     with pytest.raises(InputError, match="rotate: 128 does not divide the 64 columns of down in layer 0: 64 does"):
-        build(short_model, tmp_path / "b", parse_recipe(RECIPE.format(rotate=128), "r"), [text])
+        build_from(RECIPE.format(rotate=128), short_model, tmp_path / "b", [text])
     assert not (tmp_path / "b").exists()
 
 

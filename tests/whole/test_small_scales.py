@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from support import cli, exported_down
+from support import build_from, cli, exported_down
 
 import moepack
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version
-from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
@@ -30,7 +29,7 @@ def made(short_model, text, tmp_path_factory):
     """`16` and `8`; read only."""
     root = tmp_path_factory.mktemp("scales")
     for bits in (16, 8):
-        build(short_model, root / str(bits), parse_recipe(RECIPE.format(bits=bits), "r"), [text])
+        build_from(RECIPE.format(bits=bits), short_model, root / str(bits), [text])
     return root
 
 
@@ -93,7 +92,7 @@ def test_other_formats_have_the_same_weights(short_model, text, tmp_path):
 
     recipe = "versions: [bf16, w4]\nquantize: {loss_tokens: 64, scale_bits: 8, zeros: symmetric, method: rtn}\n"
     recipe += "calibration: {samples: 4, length: 64, batch_size: 4}"
-    build(short_model, tmp_path / "b", parse_recipe(recipe, "r"), [text])
+    build_from(recipe, short_model, tmp_path / "b", [text])
     assert cli("export", tmp_path / "b", "-o", tmp_path / "gguf", "--to", "gguf", "--bits", "4")[0] == 0
     tensors = {t.name: t for f in (tmp_path / "gguf").glob("*.gguf") for t in gguf.GGUFReader(f).tensors}
     opened = open_bundle(tmp_path / "b")

@@ -89,11 +89,10 @@ def random_model(family: str, dtype: torch.dtype, attention: str | None = None, 
 
 def build_tiny(family: str, folder: Path, recipe: str, demo_model: Path, text: Path, **extra) -> Path:
     """A bundle of a random model, with the demo model's tokenizer."""
-    from moepack.pipeline.build import build
-    from moepack.pipeline.recipe import parse_recipe
+    from support import build_from
 
     save_tiny(family, folder / "checkpoint", demo_model, **extra)
-    build(folder / "checkpoint", folder / "bundle", parse_recipe(recipe, "test"), [text])
+    build_from(recipe, folder / "checkpoint", folder / "bundle", [text])
     return folder / "bundle"
 
 

@@ -29,7 +29,7 @@ def packages() -> Path | None:
     found = importlib.util.find_spec("llama_cpp")
     if found is not None and found.origin is not None:
         return Path(found.origin).parent.parent
-    python = environments.installed(environments.LLAMA, environments.cache())
+    python = environments.installed(environments.LLAMA)
     place = [] if python is None else python.parent.parent.glob("lib/python*/site-packages/llama_cpp")
     return next((p.parent for p in place), None)
 
@@ -44,7 +44,7 @@ def llama_python() -> Path | None:
     """An interpreter that imports llama_cpp."""
     if importlib.util.find_spec("llama_cpp") is not None:
         return Path(sys.executable)
-    return environments.installed(environments.LLAMA, environments.cache())
+    return environments.installed(environments.LLAMA)
 
 
 def greedy(python: Path, file: Path) -> str:

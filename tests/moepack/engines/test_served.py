@@ -12,14 +12,12 @@ import pytest
 import torch
 from live_models import FAST, ROOM
 from safetensors import safe_open
-from support import PATIENCE, ROOT, at_once, damage, flip, ids, load_for_logits, python
+from support import PATIENCE, ROOT, at_once, build_from, damage, flip, ids, load_for_logits, python
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moepack
 from moepack.engines.served import ServedBundle, options_in, run_layer
 from moepack.pack.errors import BundleError, InputError
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.runtime.planning.exceeded import TooSmallError
 
 CPU = torch.device("cpu")
@@ -55,7 +53,7 @@ calibration: {samples: 2, length: 64, batch_size: 2}
 @pytest.fixture(scope="module")
 def with_dense(short_model, text, made_once):
     """A bundle whose dense matrices have versions, and so are in no file beside config.json."""
-    return made_once("engine-dense", lambda path: build(short_model, path, parse_recipe(WITH_DENSE, "test"), [text]))
+    return made_once("engine-dense", lambda path: build_from(WITH_DENSE, short_model, path, [text]))
 
 
 @pytest.fixture(autouse=True)

@@ -7,21 +7,13 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from support import cli, ok, refused
+from support import NATIVE, build_from, cli, ok, refused
 from transformers import AutoModelForCausalLM
 
 from moepack.export import Wanted, export, export_checkpoint
 from moepack.export.targets import TARGETS
 from moepack.pack.errors import TargetError
 from moepack.pack.reader import open_bundle
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
-
-RECIPE = """
-versions: [native, w2]
-quantize: {method: rtn, group_size: 32, loss_tokens: 64}
-calibration: {samples: 2, length: 64, batch_size: 2}
-"""
 
 
 def stored(path):
@@ -32,7 +24,7 @@ def stored(path):
 def test_every_layout(family, demo_model, text, tmp_path):
     """One tensor an expert, all of a layer in one, transposed, with biases; in the order and names of the original."""
     checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
-    build(checkpoint, tmp_path / "bundle", parse_recipe(RECIPE, "test"), [text])
+    build_from(NATIVE, checkpoint, tmp_path / "bundle", [text])
     made = export(tmp_path / "bundle", tmp_path / "plain", wanted=Wanted(bits="bf16"))
     assert made.exact and made.loss == 0
     assert made.bits == (16 if family != "gpt_oss" else 16 + 16 / 72)  # a bias of 3 numbers for 216 weights

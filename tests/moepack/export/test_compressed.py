@@ -7,13 +7,11 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from support import Notes, cli, refused
+from support import Notes, build_from, cli, refused
 
 import moepack
 from moepack.export import Wanted, export
 from moepack.pack.reader import open_bundle
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 
 # Importing the library takes seconds, which no process should spend that only collects tests.
 pytestmark = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="compressed-tensors is not installed")
@@ -138,6 +136,6 @@ def test_experts_in_one_tensor_are_refused(demo_model, text, tmp_path):
     checkpoint = tiny_models.save_tiny("gpt_oss", tmp_path / "checkpoint", demo_model, intermediate_size=64)
     recipe = "versions: [w4]\nquantize: {method: gptq, group_size: 32, loss_tokens: 64}\n"
     recipe += "calibration: {samples: 2, length: 64, batch_size: 2}"
-    build(checkpoint, tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    build_from(recipe, checkpoint, tmp_path / "bundle", [text])
     words = ("export", tmp_path / "bundle", "-o", tmp_path / "out", "--to", "compressed-tensors", "--bits", "4", "-q")
     refused(cli(*words), "model.layers.0.mlp.experts.gate_up_proj holds all experts of a layer, or is turned")

@@ -15,7 +15,7 @@ from gguf_llama import greedy, library, llama_python, packages
 from gguf_reading import Reading, whole
 from live_models import wait_for
 from native_checkpoints import released, small
-from support import ROOT, Notes, cli, ok, refused, tree
+from support import ROOT, Notes, build_from, cli, ok, refused, tree
 
 import moepack
 from moepack.export import Wanted, export
@@ -82,7 +82,7 @@ def test_one_bit_in_groups_of_128(demo_model, text, tmp_path):
     wide = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}
     tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **wide)
     recipe = "versions: [w2, w1]\n" + NATIVE.replace("32", "{w2: 64, w1: 128}")
-    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    build_from(recipe, tmp_path / "checkpoint", tmp_path / "bundle", [text])
     export(tmp_path / "bundle", tmp_path / "out", "gguf", Wanted(bits="1"))
     file, bundle = Reading(tmp_path / "out" / "model.gguf"), open_bundle(tmp_path / "bundle")
     assert {k for n, k in file.names().items() if "_exps" in n} == {Q1_0}
@@ -93,7 +93,7 @@ def test_one_bit_in_groups_of_128(demo_model, text, tmp_path):
         assert np.array_equal(out[3], bundle.expert("w1", 0, 3).numpy()["down"])
     if (python := llama_python()) is not None:
         assert len(greedy(python, tmp_path / "out" / "model.gguf").split()) == 8
-    build(tmp_path / "checkpoint", tmp_path / "other", parse_recipe(recipe.replace("128", "64"), "test"), [text])
+    build_from(recipe.replace("128", "64"), tmp_path / "checkpoint", tmp_path / "other", [text])
     answer = cli("export", tmp_path / "other", "-o", tmp_path / "no", "--to", "gguf", "--bits", "1", "-q")
     refused(answer, "w1 is not exported: Q1_0 has a scale for 128 weights, and this one for 64: build it with")
 
@@ -192,10 +192,10 @@ def test_what_gguf_does_not_hold(of_zeros, demo_model, text, tmp_path):
     refused(asked(of_zeros("symmetric"), "--bits", "3"), "w3 is not exported: no type of GGUF holds its values")
     refused(asked(of_zeros("integer"), "--bits", "bf16", "--dense", "w4"), "w4 of dense matrices is not exported")
     tiny_models.save_tiny("mixtral", tmp_path / "mixtral", demo_model)
-    build(tmp_path / "mixtral", tmp_path / "other", parse_recipe("versions: [w4]\n" + NATIVE, "test"), [text])
+    build_from("versions: [w4]\n" + NATIVE, tmp_path / "mixtral", tmp_path / "other", [text])
     refused(asked(tmp_path / "other", "--bits", "4"), "names of mixtral's tensors are not known here")
     small(demo_model, tmp_path / "plain", attention_bias=True)
-    build(tmp_path / "plain", tmp_path / "biased", parse_recipe("versions: [bf16]\n" + NATIVE, "test"), [text])
+    build_from("versions: [bf16]\n" + NATIVE, tmp_path / "plain", tmp_path / "biased", [text])
     refused(asked(tmp_path / "biased", "--bits", "bf16"), "llama.cpp's qwen3moe has no attention_bias")
     notes = Notes()
     export(of_zeros("symmetric"), tmp_path / "out", "gguf", Wanted(fit="4MB"), True, notes)
@@ -237,7 +237,7 @@ def test_k_quants_lose_and_say_how_much(demo_model, text, tmp_path):
     wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 4}
     tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", demo_model, **wide)
     recipe = "versions: [bf16, w4]\ndense: [w8]\n" + NATIVE
-    build(tmp_path / "checkpoint", tmp_path / "bundle", parse_recipe(recipe, "test"), [text])
+    build_from(recipe, tmp_path / "checkpoint", tmp_path / "bundle", [text])
     words = (tmp_path / "bundle", "--bits", "4", "--lossy", "Q4_K_M", "--shard-size", "800kB")
     said = json.loads(ok(lossy(*words, "-o", tmp_path / "out", "--json")))
     files = [tmp_path / "out" / name for name in said["files"]]

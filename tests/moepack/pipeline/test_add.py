@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import HELPERS, Notes, cli, ok, python, refused, spy, tree
+from support import HELPERS, Notes, build_from, cli, ok, python, refused, spy, tree
 from tiny_models import save_tiny
 
 import moepack
@@ -25,7 +25,7 @@ def rebuilt(bundle, model, text, out):
     """A build of a bundle's recipe, from the beginning."""
     recipe = moepack.open(bundle).manifest.provenance["recipe"]
     assert isinstance(recipe, str)
-    pipeline.build(model, out, parse_recipe(recipe, "recipe"), [text])
+    build_from(recipe, model, out, [text])
     return tree(out)
 
 
@@ -38,7 +38,7 @@ def groups(versions):
 def kept(short_model, text, tmp_path_factory):
     """A bundle and the work directory that it was built in; read only."""
     root = tmp_path_factory.mktemp("kept")
-    pipeline.build(short_model, root / "b", parse_recipe(RTN, "x"), [text], work=root / "w", keep=True)
+    build_from(RTN, short_model, root / "b", [text], work=root / "w", keep=True)
     return root
 
 
@@ -94,7 +94,7 @@ def test_versions_of_dense_matrices(short_model, text, tmp_path, made, monkeypat
     recipe += "allocation: {average_bits: 5.2, dense: true}\n"
     bundle, work = tmp_path / "b", tmp_path / "w"
     model = save_tiny("qwen3_moe", tmp_path / "model", short_model, tie_word_embeddings=True)
-    pipeline.build(model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
+    build_from(recipe, model, bundle, [text], work=work, keep=True)
     slices = versions_of("make_row_shard", monkeypatch)
     made.clear()
     with monkeypatch.context() as patch:
@@ -132,7 +132,7 @@ def test_dense_matrices_that_had_none(short_model, text, tmp_path):
     assert not moepack.open(tmp_path / "b").dense_versions
     add(tmp_path / "b", tmp_path / "w", [], dense=["w3"])
     assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
-    pipeline.build(short_model, tmp_path / "c", parse_recipe(plain, "x"), [text], work=tmp_path / "v", keep=True)
+    build_from(plain, short_model, tmp_path / "c", [text], work=tmp_path / "v", keep=True)
     kept = tree(tmp_path / "w")
     with pytest.raises(InputError, match="name each version once, and at least one"):
         pipeline.quantize(tmp_path / "w", replace(parse_recipe(plain, "x"), versions=(), dense=("w8",)), fresh=True)
@@ -148,7 +148,7 @@ def test_a_model_without_such_matrices(short_model, text, tmp_path, monkeypatch)
     """Its recipe may ask for them: it stays as it is, and adding to them is refused."""
     monkeypatch.setattr("moepack.calibrate.dense.dense_matrices", lambda stream: [])
     recipe = f"versions: [w4]\ndense: [w8]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
-    pipeline.build(short_model, tmp_path / "b", parse_recipe(recipe, "x"), [text], work=tmp_path / "w", keep=True)
+    build_from(recipe, short_model, tmp_path / "b", [text], work=tmp_path / "w", keep=True)
     add(tmp_path / "b", tmp_path / "w", ["w2"])
     assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
     notes = Notes()
@@ -217,8 +217,8 @@ def test_refusals(mine, short_model, text, tmp_path, monkeypatch):
     other = Path(shutil.copytree(short_model, tmp_path / "model"))
     not_added("name another work", checkpoint=other)
     with pytest.raises(InputError, match="name one with work"):
-        pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN, "x"), [text], keep=True)
-    pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN.replace("12", "4"), "x"), [text], work=tmp_path / "v")
+        build_from(RTN, short_model, tmp_path / "c", [text], keep=True)
+    build_from(RTN.replace("12", "4"), short_model, tmp_path / "c", [text], work=tmp_path / "v")
     not_added("was not made of what", work=tmp_path / "v")
     with pytest.raises(InputError, match="layer 0: what its experts saw was not kept"):
         add(tmp_path / "c", tmp_path / "v", ["w2"])
@@ -241,7 +241,7 @@ def test_a_work_directory_that_was_quantised_again(short_model, text, tmp_path):
     """What it has now is of another recipe than the bundle's, whose versions would be replaced by it."""
     recipe = f"versions: [w4]\ndense: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
     bundle, work = tmp_path / "b", tmp_path / "w"
-    pipeline.build(short_model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
+    build_from(recipe, short_model, bundle, [text], work=work, keep=True)
     before = tree(bundle)
     for other, word in (("method: hqq, loss_tokens: 64", "method hqq"), ("method: rtn", "loss_tokens 4096")):
         again = parse_recipe(recipe.replace("method: rtn, loss_tokens: 64", other).replace("[w4]", "[w8, w4]"), "x")
@@ -258,7 +258,7 @@ def test_a_work_directory_that_was_calibrated_again(short_model, text, tmp_path)
     """On the same tokens by the same recipe for quantising, but in another dtype: its versions are others."""
     recipe = f"versions: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
     bundle, work, model = tmp_path / "b", tmp_path / "w", save_tiny("qwen3_moe", tmp_path / "model", short_model)
-    pipeline.build(model, bundle, parse_recipe(recipe, "x"), [text], work=work, keep=True)
+    build_from(recipe, model, bundle, [text], work=work, keep=True)
     before, other = tree(bundle), recipe.replace("batch_size: 6", "batch_size: 6, dtype: float32")
     pipeline.calibrate(model, work, parse_recipe(other, "x"), [text], fresh=True)
     pipeline.quantize(work, parse_recipe(recipe, "x"))

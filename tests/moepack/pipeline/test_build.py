@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import RTN, Notes, cli, refused, spy, tree
+from support import RTN, Notes, build_from, cli, refused, spy, tree
 
 import moepack
 from moepack.calibrate.forward import CalibrationPass
@@ -67,9 +67,9 @@ def test_changed_settings_are_refused_by_name(short_model, text, evaluation, tmp
         (("loss_tokens: 64", "loss_tokens: 65"), "loss_tokens 64, now 65"),
     ):
         with pytest.raises(InputError, match=f"made with {name}"):
-            pipeline.build(short_model, tmp_path / "b", parse_recipe(RTN.replace(*change), "t"), [text], work=work)
+            build_from(RTN.replace(*change), short_model, tmp_path / "b", [text], work=work)
     with pytest.raises(InputError, match=r'made with text \["calibration.jsonl"\], now \["evaluation.jsonl"\]'):
-        pipeline.build(short_model, tmp_path / "b", parse_recipe(RTN, "t"), [evaluation], work=work)
+        build_from(RTN, short_model, tmp_path / "b", [evaluation], work=work)
     other = parse_recipe(RTN.replace("rtn", "hqq"), "t")
     pipeline.build(short_model, tmp_path / "b", other, [text], work=work, fresh=True)
     assert inspect(tmp_path / "b")["methods"]["w2"] == {"hqq": 32}
@@ -81,11 +81,11 @@ def test_two_builds_in_one_work_directory(short_model, text, tmp_path):
     first, other = WorkDirectory(tmp_path / "work"), WorkDirectory(tmp_path / ".b.work-used")
     WorkDirectory(tmp_path / ".b.work-left").close()
     with pytest.raises(TargetError, match="another build is at work"):
-        pipeline.build(short_model, tmp_path / "b", parse_recipe(RTN, "t"), [text], work=tmp_path / "work")
+        build_from(RTN, short_model, tmp_path / "b", [text], work=tmp_path / "work")
     first.close()
     WorkDirectory(tmp_path / "work").close()
     with pytest.raises(InputError, match=r"no-model"):
-        pipeline.build(tmp_path / "no-model", tmp_path / "b", parse_recipe(RTN, "t"), [text])
+        build_from(RTN, tmp_path / "no-model", tmp_path / "b", [text])
     assert sorted(p.name for p in tmp_path.iterdir()) == [".b.work-used", "work"], "a killed build's folder goes"
     other.close()
 
@@ -103,7 +103,7 @@ def test_quantised_by_another_recipe_than_calibrated(short_model, text, tmp_path
     add(tmp_path / "b", work, ["w1"])
     assert "w1" in [v.name for v in moepack.open(tmp_path / "b").versions]
     with pytest.raises(InputError, match="loss_tokens 65, now 64"):
-        pipeline.build(short_model, tmp_path / "c", parse_recipe(RTN, "t"), [text], work=work)
+        build_from(RTN, short_model, tmp_path / "c", [text], work=work)
     (work / "settings.json").unlink()
     with pytest.raises(InputError, match="run moepack calibrate first"):
         pipeline.quantize(work)
@@ -178,7 +178,7 @@ def test_a_full_disk_is_one_line_and_then_there_is_room(short_model, text, tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
         signal.signal(signal.SIGXFSZ, handler)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-    pipeline.build(short_model, tmp_path / "b", parse_recipe(RTN, "test"), [text], work=work)
+    build_from(RTN, short_model, tmp_path / "b", [text], work=work)
     assert tree(tmp_path / "b") == whole
     assert not list((work / "objects").iterdir()), "objects are dropped once their layer is done"
 

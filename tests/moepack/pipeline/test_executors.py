@@ -12,14 +12,13 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load, load_file
-from support import flip, running, spy, tree
+from support import build_from, flip, running, spy, tree
 
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.identity import identity, is_known
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
 from moepack.pipeline.bound import workers
-from moepack.pipeline.build import build
 from moepack.pipeline.executors import local, worker
 from moepack.pipeline.executors.worker import DirectoryProbe, SharedTensors, WorkerCheckpoint, WorkerOrder, run_task
 from moepack.pipeline.recipe import parse_recipe
@@ -37,12 +36,12 @@ calibration: {samples: 4, length: 64, batch_size: 2}
 def test_batches_made_at_once_are_the_same(short_model, text, tmp_path, monkeypatch):
     """Four batches a layer, three at a time; each on one of torch's threads whatever the caller's are."""
     monkeypatch.setattr(expert_batch, "MOST", 4)
-    build(short_model, tmp_path / "one", parse_recipe(RECIPE, "t"), [text])
+    build_from(RECIPE, short_model, tmp_path / "one", [text])
     threads, before = set(), torch.get_num_threads()
     at_work = running(monkeypatch, local, "make_expert_batch")
     spy(monkeypatch, expert_batch, "quantise_batch", lambda *_: threads.add(torch.get_num_threads()))
     monkeypatch.setattr(local, "workers", lambda device, need: 3)
-    build(short_model, tmp_path / "three", parse_recipe(RECIPE, "t"), [text])
+    build_from(RECIPE, short_model, tmp_path / "three", [text])
     assert max(at_work) == 3 and threads == {1} and torch.get_num_threads() == before
     assert tree(tmp_path / "one") == tree(tmp_path / "three")
 

@@ -1,6 +1,6 @@
 """Experts that few calibration tokens reach are counted, and said; and the mixture of texts that a recipe asks for."""
 
-from support import Notes, tree
+from support import Notes, build_from, tree
 
 import moepack
 from moepack.pack.tables import FEW_TOKENS
@@ -18,7 +18,7 @@ calibration: {samples: 6, length: 32, batch_size: 4}
 
 def test_who_stays_short_is_said(demo_model, text, tmp_path):
     notes = Notes()
-    pipeline.build(demo_model, tmp_path / "b", parse_recipe(RECIPE, "x"), [text], reporter=notes)
+    build_from(RECIPE, demo_model, tmp_path / "b", [text], reporter=notes)
     facts = inspect(tmp_path / "b")
     assert facts["calibration_tokens"] == 6 * 32
     # Six windows bring 384 tokens to a layer's 16 experts: most are below what losses need.

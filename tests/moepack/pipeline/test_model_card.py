@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support import tree
+from support import build_from, tree
 
 import moepack
 from moepack.calibrate.checkpoint import companions
 from moepack.hub.measured import read_divergences
 from moepack.pack.errors import InputError
-from moepack.pipeline.build import build
 from moepack.pipeline.model_card import MeasuredKl, carried, hub_commit, hub_id, model_card
-from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
@@ -57,7 +55,7 @@ def test_companions_travel_and_the_card_carries_the_licence(checkpoint, text, tm
     config = json.loads((checkpoint / "tokenizer_config.json").read_text())
     config["auto_map"] = {"AutoTokenizer": ["tokenization_mini.Mini", None]}
     (checkpoint / "tokenizer_config.json").write_text(json.dumps(config))
-    build(checkpoint, tmp_path / "b", parse_recipe(RECIPE, "r"), [text])
+    build_from(RECIPE, checkpoint, tmp_path / "b", [text])
     made = tree(tmp_path / "b")
     assert {n: made[n].decode() for n in TRAVELS} == TRAVELS and "tokenization_mini.py" in made
     assert not set(STAYS) & set(made)

@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 from native_checkpoints import released, small
 from released_kinds import E8M0, block_fp8
-from support import running, spy, tree
+from support import build_from, running, spy, tree
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
@@ -55,7 +55,7 @@ def cluster():
 def local(short_model, text, tmp_path_factory):
     """What the local executor makes, and leaves of a work directory's objects: nothing."""
     folder = tmp_path_factory.mktemp("local")
-    build(short_model, folder / "b", parse_recipe(RECIPE, "test"), [text])
+    build_from(RECIPE, short_model, folder / "b", [text])
     return tree(folder / "b")
 
 
@@ -111,7 +111,7 @@ def killing(wanted, when=lambda: True):
 def test_the_same_bytes_with_workers_killed(executor, out, local, short_model, text, tmp_path):
     """And calibration goes ahead: with a batch a layer and two slots, as many layers as batches may be out."""
     with killing(1) as killed:
-        build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
+        build_from(RECIPE, short_model, tmp_path / "ray", [text], work=tmp_path / "work")
     assert killed, "no worker was seen at work"
     assert 1 <= max(out) <= on_ray.AHEAD * 2 and executor._slots == 2
     assert tree(tmp_path / "ray") == local
@@ -189,7 +189,7 @@ def test_no_weights_go_through_the_driver(
     monkeypatch.setattr(expert_batch, "MOST", 4)
     config = open_checkpoint(short_model).config
     counting = Counting()
-    build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], reporter=counting)
+    build_from(RECIPE, short_model, tmp_path / "ray", [text], reporter=counting)
     assert counting.done == LAYERS * (16 + 4), "progress reaches every expert and dense matrix"
     tokens = LAYERS * TOKENS * (2 * config.hidden_size + 8 * config.num_experts_per_tok)
     assert executor.traffic.tokens == tokens and executor.traffic.results == 0
@@ -212,7 +212,7 @@ def test_a_directory_that_workers_do_not_see(
 ):  # fmt: skip
     """Batches come back in pieces; the same bytes. One that comes with others is not kept."""
     unseen(monkeypatch)
-    build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text])
+    build_from(RECIPE, short_model, tmp_path / "ray", [text])
     assert tree(tmp_path / "ray") == local
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
     assert executor.traffic.results > 0.99 * weights
@@ -228,7 +228,7 @@ def test_pieces_that_change_on_their_way_are_refused(executor, short_model, text
 
     monkeypatch.setattr(OnRay, "_get", damaged)
     with pytest.raises(InputError, match="was changed in transfer"):
-        build(short_model, tmp_path / "ray", parse_recipe(RECIPE, "test"), [text], work=tmp_path / "work")
+        build_from(RECIPE, short_model, tmp_path / "ray", [text], work=tmp_path / "work")
     assert list((tmp_path / "work" / "objects").iterdir()) == [] and not (tmp_path / "ray").exists()
 
 
@@ -238,7 +238,7 @@ def test_calibration_waits_for_room(
 ):  # fmt: skip
     """With no room for tokens one layer is out."""
     monkeypatch.setattr(on_ray, "SHARE", 0.0)
-    build(short_model, tmp_path / "behind", parse_recipe(RECIPE, "test"), [text])
+    build_from(RECIPE, short_model, tmp_path / "behind", [text])
     assert max(out) <= 1  # a layer may be waiting for its files alone
     assert tree(tmp_path / "behind") == local
 
@@ -259,7 +259,7 @@ def test_quantising_alone_loads_no_layer_here(
 def test_no_node_has_what_a_batch_takes(executor, short_model, text, tmp_path, monkeypatch):
     monkeypatch.setattr(on_ray, "PROCESS", 1 << 50)
     with pytest.raises(InputError, match="no node of the cluster has that"):
-        build(short_model, tmp_path / "b", parse_recipe(RECIPE, "t"), [text])
+        build_from(RECIPE, short_model, tmp_path / "b", [text])
 
 
 def test_slots_are_counted_by_node():

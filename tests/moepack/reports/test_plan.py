@@ -7,12 +7,10 @@ import numpy as np
 import pytest
 import tiny_models
 from live_models import wait_for
-from support import cli, for_logits, load_for_logits, ok
+from support import build_from, cli, for_logits, load_for_logits, ok
 
 import moepack
 from moepack.generation import NEW_TOKENS, PROMPT, generate
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan, rows
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import rounding
@@ -189,7 +187,7 @@ def test_mla_and_weights_kept_in_float32(tmp_path, demo_model, text):
     """DeepSeek-V3 keeps its router's correction in float32 whatever the model's dtype."""
     tiny_models.save_tiny("deepseek_v3", tmp_path / "model", demo_model)
     recipe = "versions: [bf16, w2]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\n"
-    build(tmp_path / "model", tmp_path / "bundle", parse_recipe(recipe, "tiny"), [text])
+    build_from(recipe, tmp_path / "model", tmp_path / "bundle", [text])
     planned = plan(tmp_path / "bundle", for_logits(device_memory=20_000_000, policy="static:w2", kv_tokens=77))
     model = load_for_logits(tmp_path / "bundle", policy="static:w2", device_memory=20_000_000, kv_tokens=77)
     assert planned.fixed == model.moepack.fixed and planned.used_bytes == model.moepack.resident_bytes()

@@ -22,9 +22,9 @@ from support import cli
 import moepack
 from moepack.generation import Session
 from moepack.pack.errors import NotFiniteError
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.reducers import GATES, RouterOutput
+from moepack.runtime.step.counters import Counters
 from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.sampling import NEVER, NONE, Sampler, draw, likeliest_of, scored
 from moepack.server.options import Sampling

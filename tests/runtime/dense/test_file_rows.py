@@ -4,15 +4,13 @@ import os
 
 import pytest
 import torch
-from support import for_logits, load_for_logits
+from support import build_from, for_logits, load_for_logits
 from tiny_models import save_tiny
 from torch import nn
 from transformers import AutoConfig
 
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.plan import plan
 from moepack.runtime import process_limit
 from moepack.runtime.dense import mapped
@@ -36,7 +34,7 @@ def table(tmp_path, rows=7, cols=40):
 def test_under_a_memory_limit_rows_are_read_from_the_file(short_model, text, tmp_path):
     save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
     bundle = tmp_path / "bundle"
-    build(tmp_path / "untied", bundle, parse_recipe(RECIPE, "tiny"), [text])
+    build_from(RECIPE, tmp_path / "untied", bundle, [text])
     with torch.inference_mode():
         plain = load_for_logits(bundle, policy="static:w4", device_memory="1GB")
         wanted, size = plain(IDS).logits, plain.get_input_embeddings().weight.nbytes
@@ -61,7 +59,7 @@ def test_under_a_memory_limit_rows_are_read_from_the_file(short_model, text, tmp
 
 def test_a_change_while_its_file_is_checked_is_found(short_model, text, tmp_path, monkeypatch):
     save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
-    build(tmp_path / "untied", tmp_path / "bundle", parse_recipe(RECIPE, "tiny"), [text])
+    build_from(RECIPE, tmp_path / "untied", tmp_path / "bundle", [text])
     digest = mapped._digest
 
     def changed(file, *others):
@@ -79,7 +77,7 @@ def test_a_change_while_its_file_is_checked_is_found(short_model, text, tmp_path
 def test_a_converted_embedding_is_in_memory(short_model, text, tmp_path):
     """A limit counts it: transformers makes a float32 table of a file in BF16."""
     save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
-    build(tmp_path / "untied", tmp_path / "bundle", parse_recipe(RECIPE, "tiny"), [text])
+    build_from(RECIPE, tmp_path / "untied", tmp_path / "bundle", [text])
     bundle = open_bundle(tmp_path / "bundle")
     config, workload, sizes = AutoConfig.from_pretrained(bundle.path), Workload(), []
     for dtype in (torch.bfloat16, torch.float32):

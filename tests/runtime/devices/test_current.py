@@ -19,7 +19,6 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.devices.torch_cuda import TorchGpu
 from moepack.runtime.experts import gpu
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.experts.host_tier import CudaLink
 from moepack.runtime.kernels import affine_triton, exponent_triton, routing_triton, switch_triton
@@ -28,6 +27,7 @@ from moepack.runtime.policies.contract import Needs
 from moepack.runtime.policies.reducers import GATES, RouterOutput
 from moepack.runtime.residency.routing_statistics import RoutingStatistics
 from moepack.runtime.step.context import NO_PROMPT, Step
+from moepack.runtime.step.counters import Counters
 
 CUDA1 = torch.device("cuda:1")
 

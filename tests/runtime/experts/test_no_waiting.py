@@ -11,12 +11,12 @@ import torch
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.handle_tables import DeviceTables
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.experts.forward import experts_forward, reference_forward
 from moepack.runtime.experts.handles import NOTHING, REACHES, LayerCall, LayerExperts
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.step.context import Step, opened
+from moepack.runtime.step.counters import Counters
 
 META = torch.device("meta")
 MATRICES = (Matrix("gate_up", 64, 32), Matrix("down", 32, 32))

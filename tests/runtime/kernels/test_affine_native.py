@@ -55,12 +55,6 @@ def named(version):
     return f"{version.name}-{version.bits}-{version.group_size}-{version.scale_bits}"
 
 
-@pytest.fixture(autouse=True)
-def best_level():
-    yield
-    native.use_level()
-
-
 @pytest.mark.parametrize("level", range(BEST + 1))
 @pytest.mark.parametrize("version", [Version.of("bf16"), *PACKED], ids=named)
 def test_products_against_float64(version, level):

@@ -20,12 +20,6 @@ SIZES = [
 EPSILON = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def best_level():
-    yield
-    native.use_level()
-
-
 class Layer:
     """A layer with random weights, whose projections lie one after another in one tensor, or each in its own."""
 

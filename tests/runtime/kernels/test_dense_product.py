@@ -14,12 +14,6 @@ NAMES = ("bf16", "w8", "w4", "w3", "w2", "w1")
 LEVELS = range(native.use_level() + 1)
 
 
-@pytest.fixture(autouse=True)
-def best_level():
-    yield
-    native.use_level()
-
-
 def several(cols, seed=0):
     rows = (1, 17, 64, 100, 33, 300)
     made = [

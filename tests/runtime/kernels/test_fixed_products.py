@@ -11,12 +11,6 @@ LEVELS = range(min(native.use_level(), native.LEVELS.index("avx512-vnni")) + 1)
 SHAPES = [(96, 2048), (33, 100), (65, 33), (17, 257), (1, 1), (16, 14336)]
 
 
-@pytest.fixture(autouse=True)
-def best_level():
-    yield
-    native.use_level()
-
-
 def run(layer, x):
     return product(layer, x, torch.zeros(len(x), 1, dtype=torch.int64), threads=1)
 

@@ -14,12 +14,6 @@ SIZES = [MambaSizes(1, 5, 3, 1, 2, 1), MambaSizes(6, 20, 37, 2, 3, 2), MambaSize
 EPSILON = 1e-6
 
 
-@pytest.fixture(autouse=True)
-def best_level():
-    yield
-    native.use_level()
-
-
 class Layer:
     """A layer with random weights; limits of steps are within what they reach."""
 

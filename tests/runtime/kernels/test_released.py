@@ -17,12 +17,6 @@ ONE_EACH = list({v.name: v for v in RELEASED}.values())
 SHAPES = [(96, 2048), (1, 1), (17, 31), (33, 100), (65, 33), (130, 257)]
 
 
-@pytest.fixture(autouse=True)
-def best_level():
-    yield
-    native.use_level()
-
-
 @pytest.mark.parametrize("version", RELEASED + SMALL + AFFINE, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_torchs_weights_are_packs(version):
     for k, (rows, cols) in enumerate(SHAPES):

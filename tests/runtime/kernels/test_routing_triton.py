@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch_products
 
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.policies.reducers import GATES, RouterOutput
+from moepack.runtime.step.counters import Counters
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
 # A gate is made of an exponential that may be one unit in the last place off, and of sums in another order. Triton's

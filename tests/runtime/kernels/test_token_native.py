@@ -17,12 +17,6 @@ LEVELS = range(native.use_level() + 1)
 HEAD, HEADS, COLS = 32, (4, 2, 2), 96
 
 
-@pytest.fixture(autouse=True)
-def best_level():
-    yield
-    native.use_level()
-
-
 def rotated(x, cos, sin):
     """transformers' rotation of the first numbers of a head; x is [batch, heads, tokens, head]."""
     turned = cos.shape[-1]

@@ -1,23 +1,17 @@
 """Skeletons of models that convert modules as they make them, or pick elements by a mask."""
 
-import sys
-
 import pytest
 import tiny_models
 import torch
-from support import ROOT
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks import families
 from moepack.calibrate.experts import describe, is_experts_module
 from moepack.families.arguments import cache_in
 from moepack.families.model_class import model_of
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.fixed import Workload, _measure
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
-
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import families
 
 
 @pytest.mark.parametrize("name", ["glm5_next", "hy_v4", "mistral_large4"])

@@ -15,11 +15,11 @@ from support import at_once
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
-from moepack.runtime.experts.counters import Counters
 from moepack.runtime.policies.contract import DecodingBegan, PrefillEnded, SequenceBegan, SequenceEnded
 from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.residency import sequences as sequences_module
 from moepack.runtime.residency.sequences import Sequences
+from moepack.runtime.step.counters import Counters
 
 TOP_K = 2
 

@@ -1,28 +1,37 @@
-"""The picture of a model larger than memory: tokens a second against the limit, with divergences beside the points.
+"""Bring the picture and the tables of the documentation up to date.
 
-Divergence is what the same bits cost on a trained model (results/peers.json): the generated one has none worth naming.
+    python -m benchmarks.draw [--out DIR] [--png]    the picture, into docs/images/ as SVG, or elsewhere
+    python -m benchmarks.draw --tables               the tables, into the documents (benchmarks/tables/)
+
+The picture is of a model larger than memory: tokens a second against the limit, with divergences beside the points,
+from benchmarks/results/*.json. Divergence is what the same bits cost on a trained model (results/peers.json): the
+generated one has none worth naming. The picture has a background of its own, so that it reads the same on a light and
+on a dark page, and letters that are still legible at half the width. The others in docs/images are drawings.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.common import Row
-from benchmarks.tables.common import results
-
-from .style import GREY, INK, OURS, PAPER, THEIRS, plain_axes
+from benchmarks.tables import with_tables
+from benchmarks.tables.common import DOCUMENTS, ROOT, results
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+IMAGES = ROOT / "docs" / "images"
+PAPER = "#fcfbf8"
+INK = "#1d1d1f"
+GREY = "#6d6d72"
+OURS = "#0b6bcb"
+THEIRS = "#c25700"
 MIXES = {"Q4_K_M": "Q4_K_M", "Q2_K": "Q2_K mix"}  # a side's mix -> its encoding in the peers' table
 DEAD = 0.01  # tokens a second at which what gave none is drawn
-
-
-def limited() -> Figure:
-    """Tokens a second by memory, of results/limited.json."""
-    return drawn(results("limited")["rows"], divergences(results("peers")["rows"]))
 
 
 def divergences(rows: Sequence[Row]) -> dict[str, float]:
@@ -95,3 +104,47 @@ def drawn(rows: Sequence[Row], known: Mapping[str, float]) -> Figure:
         "Tokens a second of a model larger than memory; KL in mnat", fontsize=14, color=INK, loc="left", weight="bold"
     )
     return figure
+
+
+def plain_axes(axis: Axes) -> None:
+    """Axes without a box, lines behind the points."""
+    axis.set_facecolor(PAPER)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color(GREY)
+    axis.tick_params(colors=INK, labelsize=14)
+    axis.grid(axis="y", color="#e4e1da")
+    axis.set_axisbelow(True)
+
+
+def draw(out: Path, png: bool = False) -> Path:
+    """Draw the picture into a directory; returns its file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"limited.{'png' if png else 'svg'}"
+    with plt.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "moepack", "path.simplify": True}):
+        figure = drawn(results("limited")["rows"], divergences(results("peers")["rows"]))
+        figure.savefig(file, dpi=100, facecolor=PAPER, metadata={"Software" if png else "Date": None})
+        plt.close(figure)
+    return file
+
+
+def main() -> None:
+    """Parse arguments, draw or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=IMAGES, help="where it goes")
+    parser.add_argument("--png", action="store_true", help="PNG, to look at")
+    parser.add_argument("--tables", action="store_true", help="write the tables instead")
+    args = parser.parse_args()
+    if args.tables:
+        for path in DOCUMENTS:
+            path.write_text(with_tables(path.read_text(), path))
+        return
+    print(draw(args.out, args.png))
+
+
+if __name__ == "__main__":
+    main()

@@ -219,7 +219,7 @@ class Engine:
     def look_for(self, prompt: Sequence[int]) -> None:
         """Check the files that hold the beginning of a prompt, which waits for that. Any thread may call it."""
         if self._files is not None and self.most_kept:
-            self._files.look_for(self.keys(prompt))
+            self._files.look_for(self.keys(prompt), states=bool(self._with_states))
 
     def keeps_next(self, item: StepInput) -> int:
         """Return how many of its prompt's first chunks others take once a step with this input has kept the next.

@@ -2,8 +2,8 @@
 
 A file has one chunk's keys and values by layer, in safetensors, or the states after it. Its name is a digest of the
 model, of all tokens before the chunk and of its own, so a file is found by what it is for, and by nobody who does not
-have the same tokens. The model is the bundle, its dense versions, the dtype, the form of the cache and transformers' version. The experts'
-versions are not in it: a policy changes them under running prompts too.
+have the same tokens. The model is the bundle, its dense versions, the dtype, the form of the cache and the version of
+transformers. The experts' versions are not in it: a policy changes them under running prompts too.
 
 A thread writes files, so no pass waits. Before a request is queued, its thread checks the files that hold its prompt's
 beginning: they belong to this user alone, and their digest is that of their contents and name. The pass that reads the
@@ -137,10 +137,14 @@ class PrefixFiles:
         self._kept[names[-1]] = chunk
         self._waiting.put((names[-2:], weakref.ref(chunk)))
 
-    def look_for(self, keys: Sequence[bytes]) -> None:
-        """Check the files that hold the beginning of a prompt, for `take`; those that are in memory are not needed."""
+    def look_for(self, keys: Sequence[bytes], states: bool = False) -> None:
+        """Check the files that hold the beginning of a prompt, for `take`; those that are in memory are not needed.
+
+        With `states` also look for the last states that were kept.
+        """
         used = list(itertools.takewhile(self._has, itertools.islice(self.names(keys), MOST_STORED)))
-        used += itertools.islice(filter(self._has, map(_states_of, reversed(used))), 1)
+        if states:
+            used += itertools.islice(filter(self._has, map(_states_of, used[::-1])), 1)
         for name in reversed(used):  # the first chunk is used by all that follow, so it leaves last
             with contextlib.suppress(OSError):
                 os.utime(self._folder / (name + ENDING))

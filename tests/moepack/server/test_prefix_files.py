@@ -55,11 +55,13 @@ def found(model, folder, prompt=SYSTEM, **how):
         return out
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_another_engine_gives_the_same_bits(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "states"), [("qwen3_moe", 0), ("deepseek_v3", 0), ("qwen3_next", 1), ("lfm2_moe", 1)]
+)
+def test_another_engine_gives_the_same_bits(family, states, tmp_path):
     model = model_of(family, tmp_path)
     logits = written(model, tmp_path / "kept")
-    assert len(held(tmp_path / "kept")) == 3
+    assert len(held(tmp_path / "kept")) == 3 + states
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in held(tmp_path / "kept"))
     taken, again = found(model, tmp_path / "kept")
     assert taken == 192 and torch.equal(again, logits)

@@ -4,6 +4,7 @@
     python -m benchmarks.serve --bundle BUNDLE --soak 480 [--clients N] [--policy POLICY] [--dense VERSION]
         [--memory SIZE]
     python -m benchmarks.serve --bundle BUNDLE --memory SIZE [--policy POLICY] [--dense VERSION]
+    python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] --shared TOKENS
 
 Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
 asks for one answer after another, with prompts from the files in turn. `transformers serve` has one set of sampling
@@ -11,7 +12,8 @@ parameters for all and no `ignore_eos`: there what came is what counts, and only
 `--soak SECONDS` loads one server instead, with the files changing every 30 seconds and clients that leave half-way, and
 says how its memory grew after a tenth of the time. With `--memory` the server runs under `--memory auto` in a control
 group of that size, which must not kill it; without a soak 1, 4 and 16 clients stand in a table, with what their passes
-waited and fetched. Without arguments: the model and texts in examples/.
+waited and fetched. `--shared TOKENS` takes the server's processor time until the first token of prompts that begin with
+the same tokens, of which it keeps what it can or nothing. Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import os
 import random
 import re
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -221,6 +224,34 @@ def caged(cage: Cage, row: Row) -> list[Target]:
     ]
 
 
+def processor_ms(pid: int) -> float:
+    """Milliseconds of processor time of a process's threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def shared(bundle: Path, tokens: int, quick: bool) -> tuple[list[Row], list[Target]]:
+    """The median processor time of the first, second and third prompts that begin with the same tokens."""
+    rows: list[Row] = []
+    for kept in ("1GiB", "off"):
+        taken: list[list[float]] = [[], [], []]
+        with moepack_serve(bundle, "--prefix-cache", kept) as (port, pid):
+            for beginning in range(3 if quick else 9):
+                for turn, times in enumerate(taken):
+                    prompt = [1 + beginning + n * 37 % 900 for n in range(tokens)] + [5 + turn] * 100
+                    before = processor_ms(pid)
+                    body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+                    reply = asyncio.run(stream(port, "/v1/completions", body))
+                    if reply.error is not None and "no text" not in reply.error:
+                        raise SystemExit(reply.error)
+                    times.append(processor_ms(pid) - before)
+        # the first beginning warms up
+        medians = [statistics.median(times[1:]) for times in taken]
+        rows.append({"kept": kept, **dict(zip(("first", "second", "third"), medians, strict=True))})
+    share = rows[0]["second"] / rows[1]["second"]
+    return rows, [Target("second prompt with what is kept, by without", share, 0.5, "lower")]
+
+
 def compare(
     bundle: Path, checkpoint: Path | None, memory: str, prompts: list[list[str]], options: argparse.Namespace
 ) -> tuple[list[Row], list[Target]]:
@@ -295,6 +326,7 @@ def main() -> None:
     parser.add_argument("--policy", default="hotness", help="with --soak or --memory: what is served")
     parser.add_argument("--dense", help="with --soak or --memory: the version of matrices beside the experts")
     parser.add_argument("--memory", help="bytes of a control group, in which the server takes what there is")
+    parser.add_argument("--shared", type=int, help="tokens with which prompts begin alike, one client's")
     options = parser.parse_args()
     options.tokens = options.tokens or (None if options.soak else 64)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -303,10 +335,13 @@ def main() -> None:
         checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
         bundle = options.bundle or built(Path(work), checkpoint or EXAMPLES / "mini-qwen3-moe")
         policies = POLICIES[: 1 if options.quick or options.soak else None]
-        if not options.memory:
+        if not options.memory and not options.shared:
             options.device_memory = options.device_memory or enough(bundle, policies)
         serving = ["--policy", options.policy, *(["--dense", options.dense] if options.dense else [])]
-        if options.soak:
+        if options.shared:
+            rows, targets = shared(bundle, options.shared, options.quick)
+            columns = ["kept", "first", "second", "third"]
+        elif options.soak:
             with Cage(parse_size(options.memory) or 0) if options.memory else contextlib.nullcontext() as cage:
                 rows, targets = soak(bundle, options.device_memory, prompts, options, cage, serving)
             columns = [

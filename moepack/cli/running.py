@@ -43,7 +43,8 @@ _HELD = typer.Option(
 _PREFIX = typer.Option(
     "--prefix-cache",
     metavar="SIZE|off",
-    help="The most bytes of prompts kept for later ones that begin alike: an eighth of the budget, up to 1GiB.",
+    help="The most bytes of prompts kept for later ones that begin alike, with states of linear attention and Mamba: "
+    "an eighth of the budget, up to 1GiB.",
 )
 _LOADED = ("policy", "device_memory", "memory", "dense", "max_tpot", "kv", "kv_tokens", "device", "dtype", "checked")
 _KEPT = typer.Option("--profile", help="Read traffic counts from this file, if it exists, and save new ones to it.")

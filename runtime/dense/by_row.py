@@ -77,7 +77,11 @@ def by_row(plain: Callable[..., object]) -> Callable[..., object]:
         name = next(name for name, value in others.items() if value is cache)
         if tensors := [name for name, value in others.items() if isinstance(value, Tensor | tuple | list)]:
             cache.refuse(f"{type(self).__name__} is given {', '.join(tensors)}")
-        made = [plain(self, x[:, span], **{**others, name: row}) for span, row in cache.by_row()]
+        layer: Any = self.layer_idx
+        made = []
+        for number, rows in enumerate(cache.by_row(layer, x.device)):
+            made += [plain(self, x[:, span], **{**others, name: row}) for span, row in rows]
+            cache.ran(layer, number)
         whole = [y for y in made if isinstance(y, Tensor)]
         if len(whole) < len(made):
             cache.refuse(f"{type(self).__name__} returns more than its result")

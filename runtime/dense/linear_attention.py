@@ -87,22 +87,37 @@ class _Place:
             made.append(y)
         return made, None if self.decays is None else module._modules[self.decays](x).float().contiguous()
 
-    def states(self, cache: Any, number: int, batch: int, tokens: int) -> States | None:
-        """Return a cache's states of layer `number`; None if the cache keeps them in another way."""
+    def states(self, cache: Any, number: int, batch: int, tokens: int) -> list[States] | None:
+        """Return a cache's states of layer `number` for each call; None if the cache keeps them in another way."""
         if not isinstance(cache, PackedCache):
             held = self._held(cache, number, batch, tokens)
-            return None if held is None else (range(0, batch * tokens + 1, tokens), (held[0],), (held[1],))
-        first = [0]
-        windows = []
-        states = []
-        for span, row in cache.by_row():
-            held = self._held(row, number, 1, span.stop - span.start)
-            if held is None:
-                return None
-            first.append(span.stop)
-            windows.append(held[0])
-            states.append(held[1])
-        return first, windows, states
+            return None if held is None else [(range(0, batch * tokens + 1, tokens), (held[0],), (held[1],))]
+        made: list[States] = []
+        for rows in cache.by_row(number, torch.device("cpu")):
+            first = [rows[0][0].start]
+            windows = []
+            states = []
+            for span, row in rows:
+                held = self._held(row, number, 1, span.stop - span.start)
+                if held is None:
+                    return None
+                first.append(span.stop)
+                windows.append(held[0])
+                states.append(held[1])
+            made.append((first, windows, states))
+        return made
+
+    def run(self, projections: Sequence[Tensor], logs: Tensor | None, states: States, live: Tensor | None) -> Tensor:
+        """Run the rule for the tokens of these states' sequences: of all, or of a pass [1, tokens]."""
+        first, windows, held = states
+        start = first[0]
+        if start or first[-1] < projections[0].shape[:-1].numel():
+            projections = [p[:, start : first[-1]] for p in projections]
+            logs = None if logs is None else logs[:, start : first[-1]]
+            first = [n - start for n in first]
+        if isinstance(self.rule, Mamba):
+            return self.rule.run(projections[0], first, windows, held, live)
+        return self.rule.run(projections, first, windows, held, logs)
 
     def _held(self, cache: Any, number: int, batch: int, tokens: int) -> tuple[Tensor, Tensor] | None:
         """Return a cache's windows and states of a layer, made if it has none yet; None for the module's own code."""
@@ -289,14 +304,18 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
         if any(p.dtype != torch.bfloat16 or learns(p) for p in projections) or (logs is not None and learns(logs)):
             return plain(self, *args, **kwargs)
         batch, tokens, _ = x.shape
-        states = place.states(kwargs.get(cache_name), self.layer_idx, batch, tokens)
+        cache = kwargs.get(cache_name)
+        states = place.states(cache, self.layer_idx, batch, tokens)
         if states is None:
             return plain(self, *args, **kwargs)
         projections = [p.contiguous() for p in projections]
-        if isinstance(place.rule, Mamba):
-            made = place.rule.run(projections[0], *states, None if mask is None else mask.bool().contiguous())
-        else:
-            made = place.rule.run(projections, *states, logs)
+        live = None if mask is None else mask.bool().contiguous()
+        parts = []
+        for number, held in enumerate(states):
+            parts.append(place.run(projections, logs, held, live))
+            if isinstance(cache, PackedCache):
+                cache.ran(self.layer_idx, number)
+        made = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._modules[place.last](made.view(batch, tokens, -1))
 
     return in_place_of(kind, forward)

@@ -22,6 +22,7 @@ from moepack.runtime.policies.reducers import RouterOutput
 from .counters import Counters
 
 if TYPE_CHECKING:
+    import torch
     from transformers import Cache
 
     from moepack.runtime.kernels.routing_triton import Routed
@@ -107,8 +108,16 @@ class PackedCache:
     windows: Sequence[int | None] = ()  # of each layer's keys and values, in tokens; None for all
     table: SequenceTable | None = None  # of the running pass, if it has one
 
-    def by_row(self) -> Sequence[tuple[slice, Cache]]:
-        """Return where each sequence's tokens are in the pass, and its own cache of states, which the pass changes."""
+    def by_row(self, layer: int, device: torch.device) -> Sequence[Sequence[tuple[slice, Cache]]]:
+        """Return what a layer with states runs at once, one list after another.
+
+        Each list has where sequences' tokens are in the pass, and each one's own cache of states, which the pass
+        changes. A sequence that stands in several lists goes on from the states that the one before left.
+        """
+        raise NotImplementedError
+
+    def ran(self, layer: int, number: int) -> None:
+        """Note that a layer has run list `number` of `by_row`: some of the states may be copied now."""
         raise NotImplementedError
 
     def refuse(self, why: str) -> NoReturn:

@@ -46,11 +46,14 @@ class Machine:
     def waited(self) -> float:
         return self.seconds
 
-    def kept_ahead(self, slot: CacheSlot) -> int:
+    def keys(self, prompt) -> tuple[bytes, ...]:
+        return ()
+
+    def kept_ahead(self, slot: CacheSlot, most: int) -> int:
         return 0
 
-    def new_chunks(self, item: StepInput) -> range:
-        return range(0)
+    def keeps_next(self, item: StepInput) -> int:
+        return 0
 
     def kept_tokens(self, items=()) -> int:
         return self.kept

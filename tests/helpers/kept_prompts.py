@@ -4,7 +4,6 @@ import torch
 from tiny_models import save_tiny
 
 from moepack.server.batching.engine import StepInput
-from moepack.server.batching.prefixes import chunk_keys
 
 STEP, MOST = 256, 1 << 30
 SYSTEM = [1 + n * 37 % 900 for n in range(200)]  # three whole chunks and a rest
@@ -18,10 +17,10 @@ def model_of(family, folder):
 
 def read(engine, prompt, ends, new=0):
     """Read a prompt in passes that end there, or from where kept chunks end: the tokens taken, and all last logits."""
-    slot, logits, taken = engine.add(len(prompt), chunk_keys(prompt)), [], 0
+    slot, logits, taken = engine.add(len(prompt), engine.keys(prompt)), [], 0
     tokens = list(prompt)
     for end in [*ends, *range(len(prompt) + 1, len(prompt) + new + 1)]:
-        ahead = min(engine.kept_ahead(slot), end - slot.length - 1)
+        ahead = engine.kept_ahead(slot, end - slot.length - 1)
         taken += ahead
         part, is_prompt = tokens[slot.length + ahead : end], end <= len(prompt)
         out = engine.run([StepInput(slot, part, 1, is_prompt, ahead, keeps=9 * is_prompt)])[0]

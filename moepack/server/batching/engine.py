@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -127,7 +127,8 @@ class Engine:
         budget = None if serving is None else serving.budget_bytes
         self._most_kept = min(KEPT, budget // SHARE if budget else KEPT) if most_kept is None else most_kept
         shape = self._shape()
-        self._chunk_bytes = CHUNK * shape.full if shape else 0  # of a kept chunk; 0 if unknown, without a budget
+        # Of a kept chunk and the states after it; 0 if unknown, without a budget.
+        self._chunk_bytes = CHUNK * shape.full + shape.fixed if shape else 0
         if self._most_kept and (why := self.why_not_kept) is not None:
             log.warning("no prompt is kept, each is read in full: %s", why)
 
@@ -180,12 +181,11 @@ class Engine:
             return self.why_not_packed
         if any(window is not None for window in self._windows):
             return "it has layers with an attention window"
-        if self._with_states:
-            return "it has layers that keep a state, which is that of the last token alone"
         if not self._most_kept:
             return "it is switched off"
         if self._chunk_bytes > self._most_kept:
-            return f"{CHUNK} tokens take {self._chunk_bytes} bytes, and the most is {self._most_kept}"
+            what = f"{CHUNK} tokens{' and states' * bool(self._with_states)}"
+            return f"{what} take {self._chunk_bytes} bytes, and the most is {self._most_kept}"
         return None
 
     @property
@@ -199,36 +199,59 @@ class Engine:
         rows = self._rows  # read once: the engine's thread may replace it
         return 0 if rows is None else rows.prefixes.bytes
 
-    def kept_ahead(self, slot: CacheSlot) -> int:
-        """Return the tokens at the beginning of a sequence's prompt that kept chunks hold beyond its own cache."""
+    def keys(self, prompt: Sequence[int]) -> tuple[bytes, ...]:
+        """Return the `chunk_keys` of a prompt. Any thread may call it.
+
+        The last token is always read, and states do not go back: with states it is no chunk's.
+        """
+        return chunk_keys(prompt[:-1] if self._with_states else prompt)
+
+    def kept_ahead(self, slot: CacheSlot, most: int) -> int:
+        """Return the tokens, at most `most`, at the beginning of a sequence's prompt that are kept beyond its cache."""
         if self._rows is None or slot.cache is None or not slot.cache.keys:
             return 0
-        keys = slot.cache.keys
-        found = self._rows.prefixes.find(keys)
-        if self._files is not None:
-            self._files.take(keys, found, self._rows.prefixes)
-        return max(0, CHUNK * len(found) - slot.length)
+        found = self._rows.found(slot.cache.keys)
+        end = slot.length + most
+        if self._with_states:
+            return max(0, CHUNK * self._rows.prefixes.deepest(found[: end // CHUNK]) - slot.length)
+        return max(0, min(CHUNK * len(found), end) - slot.length)
 
     def look_for(self, prompt: Sequence[int]) -> None:
         """Check the files that hold the beginning of a prompt, which waits for that. Any thread may call it."""
         if self._files is not None and self.most_kept:
-            self._files.look_for(chunk_keys(prompt))
+            self._files.look_for(self.keys(prompt), states=bool(self._with_states))
 
-    def new_chunks(self, item: StepInput) -> range:
-        """Return which of its prompt's chunks a step with this input completes and keeps, by their place, from 0."""
-        return range(0) if self._rows is None else self._rows.new_chunks(*_row_inputs([item]))
+    def keeps_next(self, item: StepInput) -> int:
+        """Return how many of its prompt's first chunks others take once a step with this input has kept the next.
+
+        0 if it keeps nothing that follows what the sequence has. Without keys and values of its own before them, the
+        states after a later chunk are what others wait for.
+        """
+        if self._rows is None or not item.keeps:
+            return 0
+        if self._with_states:
+            (one,) = _row_inputs([replace(item, keeps=len(item.tokens))])
+            return next(iter(self._rows.new_states(one)), 0)
+        number = item.start // CHUNK
+        return number + 1 if number in self._rows.new_chunks(*_row_inputs([item])) else 0
 
     def kept_tokens(self, items: Sequence[StepInput] = ()) -> int:
         """Tokens of all kept chunks, after a step of these inputs."""
-        kept = 0 if self._rows is None else len(self._rows.prefixes)
-        return CHUNK * (kept + sum(len(self.new_chunks(item)) for item in items))
+        if self._rows is None:
+            return 0
+        return CHUNK * (len(self._rows.prefixes) + sum(len(self._rows.new_chunks(one)) for one in _row_inputs(items)))
 
     def evict(self, spared: Sequence[bytes] = ()) -> bool:
         """Remove the least recently used chunk, unless it begins a prompt with the chunk keys `spared`.
 
         Returns whether there was one.
         """
-        if self._rows is None or not self._rows.prefixes.evict(self._rows.prefixes.find(spared)):
+        if self._rows is None:
+            return False
+        prefixes = self._rows.prefixes
+        found = prefixes.find(spared)
+        last = prefixes.states(found[count - 1]) if (count := prefixes.deepest(found)) else None
+        if not prefixes.evict(found if last is None else [*found, last]):
             return False
         self._recount()
         return True

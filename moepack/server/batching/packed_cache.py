@@ -8,11 +8,13 @@ On a GPU a pass of one token of each row finds them by a table (row_table.py): t
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,12 +37,13 @@ from moepack.runtime.kv.growing import as_given, coded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
 
 from .prefix_files import PrefixFiles
-from .prefixes import CHUNK, Chunk, Prefixes
+from .prefixes import CHUNK, STATES, Chunk, Prefixes, copied, size_of
 from .row_table import END, ROOM, RowTable, Where, where
 
 if TYPE_CHECKING:
     from moepack.runtime.dense.latent import Latents  # which needs the compiled kernels
 
+Some = TypeVar("Some")
 NAME = "moepack_rows"  # packed attention's name in transformers' registry
 GRAIN = 32  # a row has room (allocated memory) for a multiple of this many tokens
 # Kinds of layers: those of the last four keep a state of fixed size, or nothing
@@ -73,6 +76,8 @@ class SequenceCache:
     room: int = 0  # tokens for which the layers without a window have memory
     where: Where | None = None  # where its layers lie, as the last pass by a table has written it
     states: Cache | None = None  # of the layers that keep a state of fixed size, if the model has such layers
+    # After how many chunks other prompts may go on in another way: states are worth keeping there.
+    ends: set[int] = field(default_factory=set)
 
     def get_seq_length(self) -> int:
         """Cached tokens, under the name that transformers' caches use."""
@@ -135,7 +140,13 @@ class _PassPart:
     span: slice  # where its tokens are in the pass
     room: int  # the row's room after the pass
     chunks: list[Chunk]  # the kept chunks at its prompt's beginning, if it takes some
+    begins: Chunk | None  # the kept states with which it begins, if it takes some
     new: range  # the chunks of its prompt that are kept after the pass
+    states: dict[int, dict[int, tuple[Tensor, ...]]]  # by number of its prompt's chunks: the states by layer after them
+
+
+# Tokens of one row, and after how many chunks of its prompt they end, if the states are kept there.
+_Piece = tuple[slice, _PassPart, int | None]
 
 
 class PackedKvCache(Cache, PackedCache):
@@ -167,9 +178,10 @@ class PackedKvCache(Cache, PackedCache):
         self.shape = shape
         self.step = step
         self.rows: list[SequenceCache] = []
-        self.prefixes = Prefixes(most_kept)
+        self.prefixes = Prefixes(most_kept, self._chunk_bytes(shape), shape.fixed if shape else 0)
         self.began = False  # whether the last pass has written into rows
         self._parts: list[_PassPart] = []
+        self._runs: list[list[_Piece]] = []  # what layers with states run at once
         self._passed: list[tuple[Tensor, Tensor] | None] = [None] * len(windows)
         self._table = table
         self._states = states
@@ -184,8 +196,21 @@ class PackedKvCache(Cache, PackedCache):
         """Add an empty sequence; its first pass makes room for `wanted` tokens. `keys` are its prompt's chunk keys."""
         states = self._states() if self._states is not None else None
         row = SequenceCache([_LayerCache() for _ in self.windows], wanted, keys, states=states)
+        if states is not None:
+            row.ends.add(len(self.found(keys)))
+            for other in self.rows:
+                alike = sum(1 for _ in itertools.takewhile(bool, map(operator.eq, keys, other.keys)))
+                row.ends.add(alike)
+                other.ends.add(alike)
         self.rows.append(row)
         return row
+
+    def found(self, keys: tuple[bytes, ...]) -> list[Chunk]:
+        """Return the kept chunks at the beginning of a prompt, those in files too."""
+        found = self.prefixes.find(keys)
+        if self._files is not None:
+            self._files.take(keys, found, self.prefixes)
+        return found
 
     def remove(self, row: SequenceCache) -> None:
         """Remove a sequence and free its memory."""
@@ -206,12 +231,19 @@ class PackedKvCache(Cache, PackedCache):
         copied = max((self._bytes(before) for before, room in grown if room > before), default=0)
         size += copied // max(1, len(self.windows))
         if kept:
-            new = self._bytes(CHUNK * sum(len(self.new_chunks(one)) for one in inputs))
+            new = self._chunk_bytes(self.shape) * sum(len(self.new_chunks(one)) for one in inputs)
             size += min(self.prefixes.bytes + new, max(self.prefixes.bytes, self.prefixes.most))
+            if self.shape is not None:  # states are copied in the pass, before others leave
+                size += self.shape.fixed * sum(len(self.new_states(one)) for one in inputs)
         return size
 
     def _bytes(self, room: int) -> int:
         return self.shape.bytes(room, self.step) if self.shape else 0
+
+    @staticmethod
+    def _chunk_bytes(shape: CacheShape | None) -> int:
+        """Bytes of a kept chunk: of its token ids alone if no layer keeps keys and values; 0 if unknown."""
+        return CHUNK * (shape.full or 8) if shape else 0
 
     def new_chunks(self, one: RowInput) -> range:
         """Return which of a prompt's chunks a pass completes and keeps, by their place in the prompt, from 0."""
@@ -221,6 +253,23 @@ class PackedKvCache(Cache, PackedCache):
             return range(0)
         have = len(self.prefixes.find(one.row.keys))
         return range(have, min(whole, have + one.keeps, self.prefixes.most_chunks) if first <= have else have)
+
+    def new_states(self, one: RowInput) -> list[int]:
+        """Return after how many chunks of a prompt a pass keeps the states, in ascending order.
+
+        These are its last chunk, those after which other prompts go on in another way, and some so far apart that their
+        states take no more bytes than the keys and values between.
+        """
+        row = one.row
+        if row.states is None or not one.keeps or one.start >= CHUNK * len(row.keys):
+            return []
+        found = self.prefixes.find(row.keys)
+        whole = max(len(found), self.new_chunks(one).stop)
+        ends = {*row.ends, min(len(row.keys), self.prefixes.most_chunks)}
+        if self.prefixes.state_bytes and self.prefixes.chunk_bytes:
+            ends.update(range(0, whole + 1, -(-self.prefixes.state_bytes // self.prefixes.chunk_bytes)))
+        inside = (n for n in sorted(ends) if one.start < n * CHUNK <= one.end and n <= whole)
+        return [n for n in inside if n > len(found) or self.prefixes.states(found[n - 1]) is None][-one.keeps :]
 
     def needed(self) -> tuple[int, int]:
         """Return the peak bytes of rows and kept chunks in this pass, and the final length of its longest row."""
@@ -243,7 +292,14 @@ class PackedKvCache(Cache, PackedCache):
             start = start + one.count
             chunks = self.prefixes.find(one.row.keys) if one.taken else []
             assert not one.taken or one.start <= CHUNK * len(chunks), "a chunk left after the pass was planned"
-            self._parts.append(_PassPart(one, span, one.room, chunks, self.new_chunks(one)))
+            begins = None
+            if one.taken and one.row.states is not None:
+                begins = self.prefixes.states(chunks[one.start // CHUNK - 1])
+                assert begins is not None and one.start % CHUNK == 0, "states left after the pass was planned"
+            kept: dict[int, dict[int, tuple[Tensor, ...]]] = {n: {} for n in self.new_states(one)}
+            part = _PassPart(one, span, one.room, chunks, begins, self.new_chunks(one), kept)
+            self._parts.append(part)
+            self._cut(part)
         made = self._table
         if made is not None and len(inputs) <= made.sequences:
             self.table = made if all(x.count == 1 and x.row.length and not x.taken for x in inputs) else None
@@ -256,32 +312,73 @@ class PackedKvCache(Cache, PackedCache):
                 part.of.row.room = part.room
         finally:
             self._parts = []
+            self._runs = []
             self._passed = [None] * len(self.windows)
             self.table = None
             self._written = False
 
+    def _cut(self, part: _PassPart) -> None:
+        """Add a row's tokens to what layers with states run at once: those before kept states run before the others."""
+        start = part.span.start
+        offset = start - part.of.start
+        pieces: list[_Piece] = []
+        for n in part.states:
+            pieces.append((slice(start, offset + n * CHUNK), part, n))
+            start = offset + n * CHUNK
+        if start < part.span.stop:
+            pieces.append((slice(start, part.span.stop), part, None))
+        for n, piece in enumerate(pieces):
+            if n or not self._runs:
+                self._runs.append([piece])
+            else:
+                self._runs[-1].append(piece)
+
     def _keep(self, part: _PassPart) -> None:
-        """Keep copies of the chunks that a pass has completed: no more than its claim counts."""
-        if not part.new:
-            return
+        """Keep copies of the chunks and states that a pass has completed: no more than its claim counts."""
         row = part.of.row
-        found = self.prefixes.find(part.of.row.keys)
+        if not part.new and not part.states:
+            return
+        if row.states is not None:
+            self.prefixes.state_bytes = size_of(dict(enumerate(map(_states_of, row.states.layers))))
+        found = self.prefixes.find(row.keys)
         for n in range(len(found), part.new.stop):
             at = slice(n * CHUNK, (n + 1) * CHUNK)
-            layers = [(_given(held.keys)[:, :, at], _given(held.values)[:, :, at]) for held in row.layers]
+            held = {n: (x.keys, x.values) for n, x in enumerate(row.layers) if x.keys is not None}
+            layers = {n: (keys[:, :, at], _given(values)[:, :, at]) for n, (keys, values) in held.items()}
             if not self.prefixes.add(found, row.keys[n], layers):
-                return
+                break
             if self._files is not None:
                 self._files.keep(row.keys[: n + 1], found[-1])
+        for n, states in part.states.items():
+            whole = row.states is not None and len(states) == sum(map(bool, map(_states_of, row.states.layers)))
+            made = self.prefixes.add_states(found, n, states) if whole and n <= len(found) else None
+            if made is not None and self._files is not None:
+                self._files.keep((*row.keys[:n], STATES), made)
 
     # --- what models call
 
-    def by_row(self) -> list[tuple[slice, Cache]]:
-        """Return where each row's tokens are in the pass, and the row's states, which its layers change."""
+    def by_row(self, layer: int, device: torch.device) -> list[list[tuple[slice, Cache]]]:
+        """Return where rows' tokens are in the pass, and their states, which a layer changes; put kept ones there."""
         if any(part.of.row.states is None for part in self._parts):
             self.refuse("a layer keeps a state of which its configuration says nothing")
         self.began = True
-        return [(part.span, states) for part in self._parts if (states := part.of.row.states) is not None]
+        for part in self._parts:
+            if part.begins is not None:
+                held: Any = _given(part.of.row.states).layers[layer]
+                kept = [t.to(device) for t in part.begins.layers[layer]]
+                for n, (window, state) in enumerate(zip(kept[::2], kept[1::2], strict=True)):
+                    if window.numel():
+                        held.update_conv_state(window, state_idx=n)
+                    if state.numel():
+                        held.update_recurrent_state(state, state_idx=n)
+        return [[(span, _given(part.of.row.states)) for span, part, _ in run] for run in self._runs]
+
+    def ran(self, layer: int, number: int) -> None:
+        """Copy the states that are kept after list `number` of `by_row`."""
+        for _, part, end in self._runs[number]:
+            if end is not None:
+                made = copied({layer: _states_of(_given(part.of.row.states).layers[layer])})
+                part.states[end].update(made or {})
 
     def refuse(self, why: str) -> NoReturn:
         """Raise NotPackable."""
@@ -432,9 +529,15 @@ class _Layer:
         return int(self._rows.get_seq_length())
 
 
-def _given(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor
+def _given(thing: Some | None) -> Some:
+    assert thing is not None
+    return thing
+
+
+def _states_of(layer: Any) -> tuple[Tensor, ...]:
+    """Return a layer's windows and states in turns, each without elements if there is none; none for other layers."""
+    pairs = ((layer.conv_states[n], layer.recurrent_states[n]) for n in range(getattr(layer, "number_of_states", 0)))
+    return tuple(torch.empty(0) if t is None else t for pair in pairs for t in pair)
 
 
 def _moved(old: Tensor | None, end: int, keep: int, size: int, like: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Kept chunks of prompts in files, which a later server finds again.
 
-A file has one chunk's keys and values by layer, in safetensors. Its name is a digest of the model, of all tokens before
-the chunk and of its own, so a file is found by what it is for, and by nobody who does not have the same tokens. The
-model is the bundle, its dense versions, the dtype and the form of the cache. The experts' versions are not in it: a
-policy changes them under running prompts too.
+A file has one chunk's keys and values by layer, in safetensors, or the states after it. Its name is a digest of the
+model, of all tokens before the chunk and of its own, so a file is found by what it is for, and by nobody who does not
+have the same tokens. The model is the bundle, its dense versions, the dtype, the form of the cache and the version of
+transformers. The experts' versions are not in it: a policy changes them under running prompts too.
 
 A thread writes files, so no pass waits. Before a request is queued, its thread checks the files that hold its prompt's
 beginning: they belong to this user alone, and their digest is that of their contents and name. The pass that reads the
@@ -25,18 +25,19 @@ import tempfile
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import transformers
 from torch import Tensor
 
 from moepack.pack.errors import InputError
 from moepack.pack.user_files import is_own, open_own
 from moepack.runtime.dense.packed import PackedLinear
 
-from .prefixes import CHUNK, MOST_STORED
+from .prefixes import CHUNK, MOST_STORED, STATES, Layers
 
 if TYPE_CHECKING:
     from moepack.runtime.served_model import ServedModel
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from .prefixes import Chunk, Prefixes
 
 log = logging.getLogger("moepack.server")
-FORMAT = 1
+FORMAT = 2
 ENDING = ".safetensors"
 OURS = re.compile(r"(\.\w+\.)?[0-9a-f]{64}\.safetensors")  # with the beginning, a file that was not yet whole
 HEADER = 1 << 20  # the most bytes of a header
@@ -64,24 +65,29 @@ def described(model: ServedModel) -> str:
         str(model.dtype),
         [list(bits) for bits in model.moepack.kv],
         CHUNK,
+        transformers.__version__,
     )
     return json.dumps(facts)
 
 
-class StoredLayers(Sequence[tuple[Tensor, Tensor]]):
-    """A checked file's keys and values by layer, [1, heads, tokens, dim], read when they are asked for."""
+class StoredLayers(Mapping[int, tuple[Tensor, ...]]):
+    """A checked file's tensors by layer, read when they are asked for."""
 
-    def __init__(self, opened: Any, layers: int) -> None:
-        """Take an open safetensors file with so many layers."""
+    def __init__(self, opened: Any) -> None:
+        """Take an open safetensors file."""
         self._opened = opened
-        self._layers = layers
+        names: list[str] = opened.keys()
+        self._tensors = Counter(int(name.partition(".")[0]) for name in names)
 
     def __len__(self) -> int:
-        return self._layers
+        return len(self._tensors)
 
-    def __getitem__(self, layer: Any) -> Any:
-        """Return one layer's keys and values."""
-        return self._opened.get_tensor(f"{layer}.keys"), self._opened.get_tensor(f"{layer}.values")
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tensors)
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, ...]:
+        """Return one layer's tensors."""
+        return tuple(self._opened.get_tensor(f"{layer}.{n}") for n in range(self._tensors[layer]))
 
 
 class PrefixFiles:
@@ -123,53 +129,69 @@ class PrefixFiles:
             yield last.hex()
 
     def keep(self, keys: Sequence[bytes], chunk: Chunk) -> None:
-        """Have a chunk written, unless it leaves memory before. `keys` are those of its prompt up to it."""
+        """Have a chunk written, unless it leaves memory before. `keys` are those of its prompt up to it.
+
+        Behind the keys of a prompt up to a chunk, STATES names the states after it.
+        """
         names = list(self.names(keys))
         self._kept[names[-1]] = chunk
         self._waiting.put((names[-2:], weakref.ref(chunk)))
 
-    def look_for(self, keys: Sequence[bytes]) -> None:
-        """Check the files that hold the beginning of a prompt, for `take`; those that are in memory are not needed."""
-        used = []
-        for name in itertools.islice(self.names(keys), MOST_STORED):
-            if name in self._kept or name in self._found:
-                used.append(name)
-                continue
-            path = self._folder / (name + ENDING)
-            try:
-                self._found[name] = _checked(path)
-            except FileNotFoundError:
-                break
-            except (OSError, MemoryError) as error:  # its contents may be whole
-                log.warning("%s: not read: %s", path, error)
-                break
-            except Exception as error:  # of any kind, from a file that may hold anything
-                log.warning("%s: not read, and removed: %s", path, error)
-                self._remove(path)
-                break
-            used.append(name)
-            while len(self._found) > MOST_STORED:  # of requests that were refused
-                with contextlib.suppress(KeyError):  # another thread was faster
-                    self._found.popitem(last=False)
+    def look_for(self, keys: Sequence[bytes], states: bool = False) -> None:
+        """Check the files that hold the beginning of a prompt, for `take`; those that are in memory are not needed.
+
+        With `states` also look for the last states that were kept.
+        """
+        used = list(itertools.takewhile(self._has, itertools.islice(self.names(keys), MOST_STORED)))
+        if states:
+            used += itertools.islice(filter(self._has, map(_states_of, used[::-1])), 1)
         for name in reversed(used):  # the first chunk is used by all that follow, so it leaves last
             with contextlib.suppress(OSError):
                 os.utime(self._folder / (name + ENDING))
+
+    def _has(self, name: str) -> bool:
+        """Whether a chunk is in memory, or its file was checked, now or before."""
+        if name in self._kept or name in self._found:
+            return True
+        path = self._folder / (name + ENDING)
+        try:
+            self._found[name] = _checked(path)
+        except FileNotFoundError:
+            return False
+        except (OSError, MemoryError) as error:  # its contents may be whole
+            log.warning("%s: not read: %s", path, error)
+            return False
+        except Exception as error:  # of any kind, from a file that may hold anything
+            log.warning("%s: not read, and removed: %s", path, error)
+            self._remove(path)
+            return False
+        while len(self._found) > MOST_STORED:  # of requests that were refused
+            with contextlib.suppress(KeyError):  # another thread was faster
+                self._found.popitem(last=False)
+        return True
 
     def take(self, keys: Sequence[bytes], found: list[Chunk], prefixes: Prefixes) -> None:
         """Add the checked chunks that follow those `found` of a prompt, which `find` has just returned."""
         if not self._found:
             return
-        for name in itertools.islice(self.names(keys), len(found), None):
+        names = list(self.names(keys))
+        for name in names[len(found) :]:
             layers = self._found.pop(name, None)
             if layers is None or not prefixes.add_stored(found, keys[len(found)], layers):
                 break
             self._kept[name] = found[-1]
+        for n, name in enumerate(map(_states_of, names[: len(found)]), 1):
+            layers = self._found.pop(name, None)
+            made = None if layers is None else prefixes.add_stored(found[:n], STATES, layers)
+            if made is not None:
+                self._kept[name] = made
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove the files of a prompt that has no finite answer, once those that wait have been written."""
         for name in self.names(keys):
-            self._found.pop(name, None)
-            self._waiting.put(([name], None))
+            for one in (name, _states_of(name)):
+                self._found.pop(one, None)
+                self._waiting.put(([one], None))
 
     def close(self) -> None:
         """Write what waits, and end the thread."""
@@ -225,15 +247,16 @@ class PrefixFiles:
         self._left = (self._most - total) // SHARE
 
 
-def _written(path: Path, layers: Sequence[tuple[Tensor, Tensor]], used: int) -> int:
+def _states_of(name: str) -> str:
+    """Return the name of the states after a chunk, of which this is the name."""
+    return hashlib.sha256(bytes.fromhex(name) + STATES).hexdigest()
+
+
+def _written(path: Path, layers: Layers, used: int) -> int:
     """Write a chunk, used at that time in nanoseconds, in one step; return the file's bytes."""
     from safetensors.torch import save
 
-    tensors = {}
-    for number, (keys, values) in enumerate(layers):
-        tensors[f"{number}.keys"] = keys
-        tensors[f"{number}.values"] = values
-    plain = save(tensors)
+    plain = save({f"{layer}.{n}": t for layer, held in layers.items() for n, t in enumerate(held)})
     size = int.from_bytes(plain[:8], "little")
     header = json.loads(plain[8 : 8 + size])
     digest = hashlib.sha256(_canonical(path, header))
@@ -275,4 +298,4 @@ def _checked(path: Path) -> StoredLayers:
             digest.update(block)
     if header["__metadata__"]["sha256"] != digest.hexdigest():
         raise ValueError("it has changed since it was written")
-    return StoredLayers(safe_open(path, "pt"), len(header) // 2)
+    return StoredLayers(safe_open(path, "pt"))

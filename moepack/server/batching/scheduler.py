@@ -29,7 +29,7 @@ from .engine import CacheSlot, Engine, StepInput
 from .fairness import UnreadPrompt, claims, gives_way, joins, shares
 from .jobs import Job, JobEvent
 from .packed_cache import NotPackable
-from .prefixes import CHUNK, chunk_keys
+from .prefixes import CHUNK
 from .sampling import Sampler, Scored, likeliest_of, scored
 from .text import Pieces, Stops
 from .tokens import Tokens
@@ -192,7 +192,7 @@ class Scheduler:
                 list(job.prompt),
                 Pieces(functools.partial(self._tokens.decode, special=job.shows_special), job.prompt),
                 Stops(job.stops),
-                keys=() if job.wants_prompt else chunk_keys(job.prompt),
+                keys=() if job.wants_prompt else self._engine.keys(job.prompt),
             )
             for job in jobs
         ]
@@ -366,15 +366,14 @@ class Scheduler:
         """What a sequence has yet to read."""
         item = self._input(one, one.left, keeps)
         left = len(item.tokens)
-        number = item.start // CHUNK
-        chunk = one.keys[: number + 1] if number in self._engine.new_chunks(item) else None
-        return UnreadPrompt(one.request, left, SCORED if self._scores(one) else left, chunk)
+        count = self._engine.keeps_next(item)
+        return UnreadPrompt(one.request, left, SCORED if self._scores(one) else left, one.keys[:count] or None)
 
     def _input(self, one: _Sequence, count: int, keeps: int) -> StepInput:
         """Return the next tokens of a sequence, at most `count`, beyond those that are kept."""
         slot = one.slot
         assert slot is not None
-        taken = min(self._engine.kept_ahead(slot), one.left - 1) if one.left > 1 else 0
+        taken = self._engine.kept_ahead(slot, one.left - 1) if one.left > 1 else 0
         start = slot.length + taken
         end = min(start + count, len(one.tokens))
         wanted = end - start if self._scores(one) else int(end == len(one.tokens))

@@ -63,13 +63,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4},
     "glm4_moe": _GROUPED,
 }
+WITH_STATES: dict[str, dict[str, Any]] = {
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 2, "linear_head_dim": 24,
+        "num_local_experts": 4, "moe_intermediate_size": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    },
+    "nemotron_h": {
+        "mamba_num_heads": 6, "mamba_head_dim": 20, "ssm_state_size": 24, "mamba_n_groups": 2, "mamba_dt_min": 0.02,
+    },
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4, "mamba_d_head": 32,
+        "mamba_d_state": 40, "mamba_n_groups": 1,
+    },
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"], "num_experts": 4, "moe_intermediate_size": 48, "num_dense_layers": 1,
+    },
+}  # fmt: skip
 
 
 def config_of(family: str, extra: dict[str, Any]):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     torch.manual_seed(0)
-    return CONFIG_MAPPING[family](**{**_BASE, **FAMILIES.get(family, {}), **extra})
+    return CONFIG_MAPPING[family](**{**_BASE, **FAMILIES.get(family, {}), **WITH_STATES.get(family, {}), **extra})
 
 
 def random_model(family: str, dtype: torch.dtype, attention: str | None = None, **extra) -> tuple[Any, list[Any]]:

@@ -120,7 +120,7 @@ def test_of_a_prompt_that_is_kept_in_part_the_rest_is_heard(bundle):
         for length, taken in ((130, 0), (130, 128), (128, 127)):
             prompt = [1 + n * 7 % 900 for n in range(length)]
             slot = engine.add(160, chunk_keys(prompt))
-            ahead = min(engine.kept_ahead(slot), length - 1)
+            ahead = engine.kept_ahead(slot, length - 1)
             assert ahead == taken
             engine.run([StepInput(slot, prompt[taken:], 1, True, taken, 9)])
             engine.run([StepInput(slot, [5])])

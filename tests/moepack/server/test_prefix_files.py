@@ -55,11 +55,13 @@ def found(model, folder, prompt=SYSTEM, **how):
         return out
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_another_engine_gives_the_same_bits(family, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "states"), [("qwen3_moe", 0), ("deepseek_v3", 0), ("qwen3_next", 1), ("lfm2_moe", 1)]
+)
+def test_another_engine_gives_the_same_bits(family, states, tmp_path):
     model = model_of(family, tmp_path)
     logits = written(model, tmp_path / "kept")
-    assert len(held(tmp_path / "kept")) == 3
+    assert len(held(tmp_path / "kept")) == 3 + states
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in held(tmp_path / "kept"))
     taken, again = found(model, tmp_path / "kept")
     assert taken == 192 and torch.equal(again, logits)
@@ -73,10 +75,10 @@ def test_only_the_same_tokens_of_the_same_model(tmp_path):
         for of, prompt, chunks in ((files, SYSTEM, 3), (files, [1, *SYSTEM], 0), (files, SYSTEM[:130] + [7] * 70, 2)):
             engine = Engine(model, STEP, MOST, of)
             engine.look_for(prompt)
-            assert engine.kept_ahead(engine.add(200, chunk_keys(prompt))) == CHUNK * chunks
+            assert engine.kept_ahead(engine.add(200, chunk_keys(prompt)), 200) == CHUNK * chunks
         engine = Engine(model, STEP, MOST, others)
         engine.look_for(SYSTEM)
-        assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM))) == 0
+        assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM)), 200) == 0
 
 
 def _flipped(path):
@@ -118,7 +120,7 @@ def test_a_file_that_is_not_its_own_is_removed(spoil, tmp_path, caplog):
     with files_of(tmp_path / "kept") as files, caplog.at_level(logging.WARNING):
         engine = Engine(model, STEP, MOST, files)
         engine.look_for(SYSTEM)
-        assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM))) == CHUNK
+        assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM)), 200) == CHUNK
         assert [str(second) in record.getMessage() for record in caplog.records] == [True]
         engine = Engine(model, STEP, MOST, files)
         engine.look_for(SYSTEM)
@@ -154,7 +156,7 @@ def test_a_prompt_keeps_its_beginning(tmp_path):
             assert len(held(tmp_path / "kept")) == left
             engine = Engine(model, STEP, MOST, files)
             engine.look_for(SYSTEM)
-            assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM))) == CHUNK * left
+            assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM)), 200) == CHUNK * left
 
 
 def test_servers_with_the_same_folder_share_the_limit(tmp_path):

@@ -15,50 +15,84 @@ from kept_prompts import MOST, STEP, SYSTEM, model_of, read
 from live_models import least, wait_for
 from server_fixtures import NAME, post, serving
 from support import load_for_logits
+from tiny_models import WITH_STATES
 
 import moepack
 from moepack.server.batching import engine as engine_module
 from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.packed_cache import PackedKvCache
-from moepack.server.batching.prefixes import CHUNK, Prefixes, chunk_keys
+from moepack.server.batching.prefixes import CHUNK, STATES, Prefixes, chunk_keys
 from moepack.server.options import Limits, Options
 
 # --- the store
 
 
 class Store(RuleBasedStateMachine):
-    """Chunks of one layer, whose keys hold the tokens that lead to them, beside a list in the order of their use."""
+    """Chunks of one layer, whose keys hold the tokens that lead to them, beside a list in the order of their use.
+
+    The states after a chunk take as many bytes as two chunks.
+    """
 
     MOST = 5  # chunks of 16 bytes a token
 
     def __init__(self):
         super().__init__()
         self.store = Prefixes(self.MOST * CHUNK * 16)
-        self.used = []  # kept chunks by the letters up to theirs, the least recently used first
+        self.used = []  # what is kept, by the letters up to it, behind states a "s"; the least recently used first
 
     def _found(self, letters):
         """Find a prompt, and compare with the model; what is found is used."""
         found = self.store.find([_key(n) for n in letters])
         have = [letters[: n + 1] for n in range(len(letters)) if letters[: n + 1] in self.used]
         assert [_letters(chunk) for chunk in found] == have
-        self.used = [one for one in self.used if one not in have] + have[::-1]
-        return found
+        self._use(have)
+        return found, have
+
+    def _use(self, have, *states):
+        self.used = [one for one in self.used if one not in (*have, *states)] + [*states, *have[::-1]]
+
+    def _fits(self, size, spared):
+        while sum(map(_size, self.used)) + size > self.MOST:
+            if self.used[0] in spared:
+                return False
+            del self.used[0]
+        return True
 
     @rule(letters=st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple))
     def keep(self, letters):
-        found = self._found(letters)
+        found, have = self._found(letters)
         for n in range(len(found), len(letters)):
-            path = [letters[: m + 1] for m in range(n)]
-            full = len(self.used) == self.MOST
-            fits = not full or self.used[0] not in path
+            fits = self._fits(1, have)
             tensor = torch.tensor(letters[: n + 1]).float().sum() * torch.zeros(1, 1, CHUNK, 2)
             tensor[0, 0, : n + 1, 0] = torch.tensor(letters[: n + 1]) + 1.0
-            assert self.store.add(found, _key(letters[n]), [(tensor, tensor + 1)]) is fits
+            assert self.store.add(found, _key(letters[n]), {0: (tensor, tensor + 1)}) is fits
             tensor.fill_(-1)  # the store has copies
             if not fits:
                 return
-            self.used = [one for one in self.used[full:] if one not in path] + [letters[: n + 1]] + path[::-1]
+            have.append(letters[: n + 1])
+            self._use(have)
             assert _letters(found[-1]) == letters[: n + 1]
+
+    @rule(letters=st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple), count=st.integers(1, 7))
+    def keep_states(self, letters, count):
+        found, have = self._found(letters)
+        if count > len(found):
+            return
+        states = (*letters[:count], "s")
+        fits = states in self.used or self._fits(2, have)
+        made = self.store.add_states(found, count, {0: (torch.zeros(32 * CHUNK // 4),)})
+        assert (made is not None) is fits
+        if fits and states not in self.used:
+            self._use(have, states)
+
+    @rule(letters=st.lists(st.integers(0, 2), max_size=7).map(tuple))
+    def go_on(self, letters):
+        """From the last states; others of the same prompt leave before."""
+        found, have = self._found(letters)
+        count = max((n for n in range(len(have) + 1) if (*letters[:n], "s") in self.used), default=0)
+        assert self.store.deepest(found) == count
+        if count:
+            self._use(have, (*letters[:count], "s"))
 
     @rule(letters=st.lists(st.integers(0, 2), max_size=7).map(tuple))
     def find(self, letters):
@@ -72,10 +106,16 @@ class Store(RuleBasedStateMachine):
     @invariant()
     def bytes_are_exact(self):
         held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for c in self.store._chunks.values()
-                for pair in c.layers for t in pair}  # fmt: skip
-        assert sum(held.values()) == self.store.bytes == len(self.used) * CHUNK * 16 <= self.store.most
-        assert [_letters(chunk) for chunk in self.store._chunks.values()] == self.used
-        assert all(one[:-1] in self.used for one in self.used if one[:-1]), "a chunk outlived the one before it"
+                for given in c.layers.values() for t in given}  # fmt: skip
+        assert sum(held.values()) == self.store.bytes == sum(map(_size, self.used)) * CHUNK * 16 <= self.store.most
+        paths = {c.number: _letters(c) for c in self.store._chunks.values() if c.key[1] != STATES}
+        assert [paths.get(c.number) or (*paths[c.key[0]], "s") for c in self.store._chunks.values()] == self.used
+        assert all(one[:-1] in self.used for one in self.used if one[:-1]), "something outlived the chunk before it"
+        assert len(self.store) == len(paths)
+
+
+def _size(kept):
+    return 2 if kept[-1] == "s" else 1
 
 
 def _key(letter):
@@ -96,7 +136,7 @@ def test_chunks_are_whole_and_known_by_all_their_tokens():
     keys = chunk_keys(SYSTEM)
     assert len(keys) == 3 and chunk_keys(SYSTEM[:63]) == () and chunk_keys(SYSTEM[:64]) == keys[:1]
     assert chunk_keys([1 << 31] * 64) != chunk_keys([0] * 64)
-    store, layers = Prefixes(1 << 20), [(torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))]
+    store, layers = Prefixes(1 << 20), {0: (torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))}
     found = []
     assert all(store.add(found, key, layers) for key in keys)
     assert len(store.find(keys)) == 3 and len(store.find(keys[1:])) == 0  # the same chunk, behind other tokens
@@ -108,7 +148,7 @@ def test_chunks_are_whole_and_known_by_all_their_tokens():
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 def test_a_copy_for_which_memory_is_short_is_not_kept(error, monkeypatch):
-    store, layers, found = Prefixes(1 << 20), [(torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))], []
+    store, layers, found = Prefixes(1 << 20), {0: (torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))}, []
 
     def fails(tensor):
         raise error("short")
@@ -122,10 +162,10 @@ def test_a_copy_for_which_memory_is_short_is_not_kept(error, monkeypatch):
 # --- the same bits
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "qwen3_next", *WITH_STATES])
 def test_a_kept_prompt_gives_the_same_bits(family, tmp_path):
-    """Grouped heads and latents (MLA). Read in the same pieces, logits are equal in all bits; against a prompt that was
-    read in one piece, up to the order of sums."""
+    """Grouped heads, latents (MLA), states beside either. Read in the same pieces, logits are equal in all bits;
+    against a prompt that was read in one piece, up to the order of sums."""
     model = model_of(family, tmp_path)
     plain, engine = Engine(model, STEP), Engine(model, STEP, MOST)
     assert plain.why_not_kept == "it is switched off" and engine.why_not_kept is None
@@ -156,7 +196,7 @@ def test_a_part_of_a_chunk_is_taken(tmp_path):
     hidden, rows.prefixes = kept, Prefixes(MOST)
     engine.run([StepInput(slot, SYSTEM[:20], 0, True)])
     rows.prefixes = hidden
-    assert engine.kept_ahead(slot) == 108
+    assert engine.kept_ahead(slot, 179) == 108
     out = engine.run([StepInput(slot, SYSTEM[128:], 1, True, 108, 9)])[0]
     assert out is not None and slot.length == 200 and engine.kept_tokens() == 192
     torch.testing.assert_close(out, read(plain, SYSTEM, (20, 200))[1], atol=5e-6, rtol=1e-4)
@@ -169,23 +209,19 @@ def test_the_comparison_can_fail(tmp_path):
     _, right = read(engine, SYSTEM, (200,))
     rows = engine._rows
     chunks = rows.prefixes.find(chunk_keys(SYSTEM))
-    for (keys, values), (other, others) in zip(chunks[0].layers, chunks[1].layers, strict=True):
+    for (keys, values), (other, others) in zip(chunks[0].layers.values(), chunks[1].layers.values(), strict=True):
         with torch.inference_mode():
             keys.copy_(other)
             values.copy_(others)
     assert not torch.allclose(read(engine, SYSTEM, (200,))[1], right, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("family", "why"), [("gpt_oss", "layers with an attention window"), ("qwen3_next", "layers that keep a state")]
-)
-def test_other_caches_are_not_kept_and_it_says_so(family, why, tmp_path, caplog):
-    model = model_of(family, tmp_path)
-    engine = Engine(model, STEP, MOST)
-    assert why in str(engine.why_not_kept) and engine.most_kept == 0
+def test_windows_are_not_kept_and_it_says_so(tmp_path, caplog):
+    engine = Engine(model_of("gpt_oss", tmp_path), STEP, MOST)
+    assert "layers with an attention window" in str(engine.why_not_kept) and engine.most_kept == 0
     assert "no prompt is kept" in caplog.text
     slot = engine.add(200, chunk_keys(SYSTEM))
-    engine.run([StepInput(slot, SYSTEM, 1, True, engine.kept_ahead(slot), 9)])
+    engine.run([StepInput(slot, SYSTEM, 1, True, engine.kept_ahead(slot, 199), 9)])
     assert engine.kept_tokens() == engine.kept_bytes == 0
     engine.remove(slot)
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kept_prompts import MOST, STEP, SYSTEM, read
 from tiny_models import random_model
 from torch import nn
 from transformers import DynamicCache
@@ -18,24 +19,16 @@ from moepack.runtime.dense import linear_attention
 from moepack.runtime.dense.linear_attention import serve_linear_attention
 from moepack.runtime.kernels.delta_native import DeltaRule
 from moepack.runtime.kernels.mamba_native import Mamba
+from moepack.server.batching.engine import Engine
 
 HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 24, "linear_value_head_dim": 40}
 FAMILIES = {
     "qwen3_next": HEADS,
     "qwen3_5_moe_text": {**HEADS, "num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 48},
-    "kimi_linear": {
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_heads": 2, "linear_head_dim": 24,
-        "num_local_experts": 4, "moe_intermediate_size": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    },
-    "nemotron_h": {
-        "mamba_num_heads": 6, "mamba_head_dim": 20, "ssm_state_size": 24, "mamba_n_groups": 2, "mamba_dt_min": 0.02,
-    },
-    "granitemoehybrid": {
-        "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 4, "mamba_d_head": 32,
-        "mamba_d_state": 40, "mamba_n_groups": 1,
-    },
-}  # fmt: skip
+    "kimi_linear": {},
+    "nemotron_h": {},
+    "granitemoehybrid": {},
+}
 IDS = torch.randint(1, 60, (2, 90), generator=torch.Generator().manual_seed(0))
 STEPS = (70, *(1,) * 12, 8)  # tokens of the passes: a prompt of more than a block, tokens, and a few after them
 
@@ -132,6 +125,19 @@ def test_tokens_one_by_one_are_those_of_transformers(family, runs):
         assert bool(runs) == bool(models[2].changed), "whole models call the modules in their own way"
         exact, plain, ours = found
         assert (ours - exact).norm() <= most * (plain - exact).norm() + 1e-5 * exact.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_kept_states_are_those_inside_a_pass(family, runs):
+    """A pass hands its states over where they are kept; a prompt that goes on from them gives the same bits."""
+    model, prompt = served(model_of(family)), [*SYSTEM, 5, 6, 7]
+    engine, plain = Engine(model, STEP, MOST), Engine(model, STEP)
+    runs.clear()
+    taken, first = read(engine, prompt, (203,), 4)
+    assert taken == 0 and set(runs[: 2 * len(layers_of(model))]) == {192, 11}
+    taken, again = read(engine, prompt, (203,), 4)
+    assert taken == 192 and torch.equal(again, read(plain, prompt, (192, 203), 4)[1])
+    assert torch.equal(first, read(plain, prompt, (203,), 4)[1]), "blocks of the kernels end where chunks do"
 
 
 def test_caches_that_keep_more_are_left_to_the_model(runs):

@@ -15,6 +15,7 @@ import numpy as np
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.config_counts import check_counts
 from moepack.pack.errors import BundleError, InputError, in_a_line
+from moepack.pack.hub_errors import in_one_line
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import DENSE, DENSE_INDEX, MANIFEST
 from moepack.pack.manifest.parser import safe_path
@@ -259,14 +260,12 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = _WANTED)
         raise InputError(f"{name}: has no config.json: not a model repository")
     from huggingface_hub import snapshot_download
 
-    try:
+    with in_one_line(name):
         return Path(
             snapshot_download(
                 name, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*.safetensors"]
             )
         )
-    except OSError as error:
-        raise InputError(f"{name}: cannot be downloaded: {str(error).splitlines()[0]}") from None
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -22,6 +23,8 @@ WAITS = (1.0, 2.0, 4.0, 8.0, 8.0)  # seconds between tries, unless the Hub says 
 LONGEST = 300.0  # the most seconds between two tries
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses after which the same request may succeed
 AGAIN = "run the same command again"
+# The modules of huggingface_hub that read answers
+_READERS = tuple(f"huggingface_hub.{name}" for name in ("hf_api", "file_download", "_commit_api", "lfs", "utils._"))
 
 
 def patiently(call: Callable[[], Answer], note: Callable[[str], object] = lambda text: None) -> Answer:
@@ -79,6 +82,8 @@ def reason(error: BaseException, use: Literal["read", "write"] = "read") -> str:
     for cause in causes:
         if isinstance(cause, HfHubHTTPError):
             return _answered(cause, use)
+    if any(map(_misread, causes)):
+        return f"{constants.ENDPOINT} does not answer as a Hub does: check the network, and the address in HF_ENDPOINT"
     for cause in reversed(causes):
         if not _unreachable(cause):
             continue
@@ -119,7 +124,9 @@ def _answered(error: HfHubHTTPError, use: str) -> str:
         return f"the Hub limits requests ({said}), and did each time: wait, and {AGAIN}"
     if status in BUSY:
         return f"the Hub is out of order ({said}), and was each time: wait, and {AGAIN}"
-    return f"the Hub refuses {answer.request.method} {answer.url.path} ({said})"
+    line = f"{constants.ENDPOINT} refuses {answer.request.method} {answer.url.path} ({said})"
+    explained = "X-Error-Code" in answer.headers or "X-Error-Message" in answer.headers
+    return line if explained else f"{line}: check that HF_ENDPOINT names a Hub"
 
 
 def _host(address: str) -> str | None:
@@ -134,6 +141,20 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while cause is not None:
         yield cause
         cause = cause.__cause__
+
+
+def _misread(error: BaseException) -> bool:
+    """Whether huggingface_hub did not understand an answer. Its own checks of arguments are no such errors."""
+    from huggingface_hub.errors import FileMetadataError, HFValidationError
+
+    if isinstance(error, FileMetadataError):
+        return True
+    kinds = (ValueError, LookupError, TypeError, AttributeError, AssertionError)
+    if not isinstance(error, kinds) or isinstance(error, HFValidationError):
+        return False
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    return any(module.startswith(_READERS) for module in modules)
 
 
 def _unreachable(error: BaseException) -> bool:

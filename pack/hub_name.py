@@ -29,7 +29,7 @@ def on_hub(
     the name could have been, such as a directory; may be empty. `kind` is "model" or "dataset", and `revision` a
     branch, tag or commit. Raises a one-line InputError when the repository does not exist or the Hub cannot be asked.
     """
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
     from huggingface_hub import errors as hub
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -47,7 +47,7 @@ def on_hub(
         seconds = constants.HF_HUB_ETAG_TIMEOUT if "HF_HUB_ETAG_TIMEOUT" in os.environ else SECONDS
         for file in files:
             url = hf_hub_url(name, file, repo_type=kind, revision=revision)
-            look = functools.partial(get_hf_file_metadata, url, token, timeout=seconds)
+            look = functools.partial(_look, url, token, seconds)
             try:
                 look() if here else patiently(look)
                 return file
@@ -60,3 +60,12 @@ def on_hub(
         if here and not isinstance(error, hub.RepositoryNotFoundError):
             return here[0]
         raise InputError(f"{name}: {also}{reason(error)}") from None
+
+
+def _look(url: str, token: str | bool | None, seconds: float) -> None:
+    """Ask for a file. Raises as huggingface_hub, and FileMetadataError for an answer that no Hub gives."""
+    from huggingface_hub import get_hf_file_metadata
+    from huggingface_hub.errors import FileMetadataError
+
+    if get_hf_file_metadata(url, token, timeout=seconds).commit_hash is None:
+        raise FileMetadataError(url)

@@ -1,15 +1,26 @@
 """The user's own files: where the cache is, reading that refuses what others may have written, and writing in one step.
 
-What the files hold, and whether that is valid, is their readers' to decide.
+What the files hold, and whether that is valid, is their readers' to decide. `remembered` keeps what was measured.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import math
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
+FILES = 64  # the most documents that are remembered of a kind; the oldest are removed
+LARGEST = 1 << 20  # the most bytes of a valid document
 
 
 def cache_path(name: str) -> Path | None:
@@ -67,3 +78,29 @@ def write_whole(file: Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def remembered(kind: str, key: object, read: Callable[[Any], T], make: Callable[[], T], seconds: float = math.inf) -> T:
+    """Return what was made under a key in the last `seconds`, from the user's cache; else make it, and keep it there.
+
+    `key` has everything on which the result depends, as JSON or with a `repr`. `read` takes a kept document, and raises
+    ValueError, TypeError, KeyError or AttributeError for what is not valid. Results are JSON, or dataclasses of it.
+    Files that cannot be read or written, or are not valid, are ignored.
+    """
+    folder = cache_path(kind)
+    if folder is None:
+        return make()
+    name = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
+    file = folder / f"{name}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        document = json.loads(read_own(file, LARGEST))
+        if 0 <= time.time() - file.stat().st_mtime < seconds:
+            return read(document)
+    made = make()
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_whole(file, json.dumps(made, default=asdict))
+        by_age = sorted(folder.glob("*.json"), key=lambda p: p.stat().st_mtime)
+        for old in by_age[:-FILES]:
+            old.unlink(missing_ok=True)
+    return made

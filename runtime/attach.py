@@ -28,11 +28,12 @@ from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.experts.op import enter
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
-from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, dense_bytes, measure, on_cuda, rounding
+from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, rounding
+from moepack.runtime.planning.measure import dense_bytes, measure, on_cuda
 from moepack.runtime.planning.options import LoadOptions, Workload
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
 from moepack.runtime.planning.sizes import parse_size
-from moepack.runtime.planning.token_cost import dense_read, within
+from moepack.runtime.planning.token_cost import looked_up, within
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.store.files import BackingStore
@@ -76,10 +77,10 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
     if (bound := options.bound) is not None:
         kv = measure(bundle, model.config, model.dtype, devices[0], workload)[0].kv if workload.kv_tokens else None
         in_file = any(isinstance(module, FileRows) for module in model.modules())
-        read = dense_bytes(model) if in_file else dense_read(dense_bytes(model), model.config)
+        read = max(0, dense_bytes(model) - (0 if in_file else looked_up(model.config)))
         read += kv.bytes(workload.kv_tokens) if kv else 0
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
-    policy = choose_policy(options.policy, bundle, devices, device_memory is not None)
+    policy = choose_policy(options.policy, bundle, [str(device) for device in devices], device_memory is not None)
     replaced = _replaced(model, bundle) if kernels else {}
     if all(torch_cuda.is_gpu(d) and backends.backend(d) == "triton" for d in devices) and serves_dense():
         replaced = _replaced_on_gpu(model, bundle)

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-SERVING = frozenset({"serve", "generate", "chat"})
+SERVING = frozenset({"serve", "generate", "chat", "plan"})
 UNUSED = ("hqq", "scipy", "sklearn", "torchao")
 
 
@@ -30,7 +30,7 @@ def quiet_libraries() -> None:
 
 
 def leave_out(command: str) -> None:
-    """Let Python report the UNUSED libraries as missing, in a process that runs a command of SERVING.
+    """Let Python report the UNUSED libraries as missing, in a process that runs a command of SERVING, or plans it.
 
     transformers imports them wherever it finds them, for other ways to quantise and for losses. No bundle needs them,
     and importing them takes a second of such a command's start (`python -m benchmarks.start`).

@@ -23,7 +23,8 @@ from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.experts import backends
 from moepack.runtime.planning.choice import choose_policy, ladders_of
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, lone_embedding, measure
+from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds
+from moepack.runtime.planning.measure import lone_embedding, measure
 from moepack.runtime.planning.options import AUTO, LoadOptions
 from moepack.runtime.planning.plan import make_plan, unchanging
 from moepack.runtime.planning.sizes import in_unit, parse_size
@@ -155,7 +156,7 @@ def keep_limit(
     outside += dense_change(bundle, dense, model.dtype.itemsize) - _in_file(needs, model, bundle)
     outside += _padding(model, bundle)
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
-    policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
+    policy = choose_policy(options.policy, bundle, ["cpu"], True)
     check_policy(bundle, policy)
     try:
         _check_fits(bundle, policy, fixed, limit.budget)
@@ -179,7 +180,7 @@ def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, d
         return
     needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
     outside += dense_change(bundle, dense, model.dtype.itemsize) + _padding(model, bundle)
-    policy = choose_policy(options.policy, bundle, [CPU] * len(bundle.layers), True)
+    policy = choose_policy(options.policy, bundle, ["cpu"], True)
     _check_fits(bundle, policy, Fixed(outside, needs.kv_bytes, needs.activations), options.budget)
 
 

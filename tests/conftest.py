@@ -41,7 +41,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and not Path(torch.__spec__.c
 
 from moepack.runtime.experts import backends
 from moepack.runtime.patches import UNUSED
-from moepack.runtime.planning import fixed
+from moepack.runtime.planning import measure
 
 try:
     from moepack.runtime.kernels.affine_native import BEST
@@ -124,19 +124,19 @@ def commands_made_once():
 @pytest.fixture(scope="session", autouse=True)
 def measured_once(made_once):
     """What a model's passes take is measured once a run, by whichever process needs it first: a second each time."""
-    measure = fixed._measure
+    real = measure._measure
 
     def once(*asked):
         config, *rest = asked
-        described = fixed.plain_config(config), config._attn_implementation, type(config).__name__, *rest
+        described = measure.plain_config(config), config._attn_implementation, type(config).__name__, *rest
         variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOEPACK_"))
         compiled = backends.library() is not None  # some tests take it away
         key = hashlib.sha256(repr((*described, torch.get_num_threads(), variables, compiled)).encode()).hexdigest()
-        file = made_once(f"measured-{key}", lambda path: path.write_bytes(pickle.dumps(measure(*asked))))
+        file = made_once(f"measured-{key}", lambda path: path.write_bytes(pickle.dumps(real(*asked))))
         return pickle.loads(file.read_bytes())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fixed, "_measure", once)
+        patch.setattr(measure, "_measure", once)
         yield
 
 

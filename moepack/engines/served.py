@@ -85,7 +85,7 @@ class ServedBundle:
                 "set MOEPACK_DEVICE_MEMORY"
             )
         self.dense = choose_dense(options.dense, self.bundle, options.policy)
-        self._policy = choose_policy(options.policy, self.bundle, [CPU], budget is not None)
+        self._policy = choose_policy(options.policy, self.bundle, ["cpu"], budget is not None)
         self._checked = bool(options.checked)
         self.table: Versions = ()  # the versions served, [layers][experts]; empty if they change
         self.plan: Plan | None = None  # the placements that fit the budget, if they change

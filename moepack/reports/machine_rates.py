@@ -1,22 +1,27 @@
-"""Measure what speed.py needs of this machine, in less than a second: kernels, the disk, and calls."""
+"""Measure what speed.py needs of this machine, in a second: memory, kernels, the disk, and calls.
+
+`memory_rate` and `rates` import torch only to measure what the user's cache does not have.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import Matrix, Version
-from moepack.runtime.devices.cpu import READERS, CpuMemory
-from moepack.runtime.experts import backends
-from moepack.runtime.kernels.forms import handle
-from moepack.runtime.store.files import BackingStore, Stored
+from moepack.runtime.planning.measured import rate
+from moepack.runtime.store.page_file import READERS
 
 from .speed import Rates, TokenBytes
+
+if TYPE_CHECKING:
+    from moepack.runtime.store.files import BackingStore, Stored
 
 READ = 64 << 20  # bytes that a rate is measured on: more than a core's caches hold
 # A rate is the best of so many: other programs, and a processor that has just woken, slow some. A tenth of the first
@@ -29,6 +34,21 @@ DISK_RUNS = 3
 CALLS = 450
 
 
+def memory_rate(device: str) -> float | None:
+    """Return the bytes a second that a device reads (devices/reading.py); None for one that is not here."""
+    if device == "cpu":
+        return rate("memory", lambda: _read_rate(device))
+    return _read_rate(device)
+
+
+def _read_rate(device: str) -> float | None:
+    import torch
+
+    from moepack.runtime.devices.reading import read_rate
+
+    return read_rate(torch.device(device))
+
+
 def rates(bundle: Bundle, token: TokenBytes, memory: float) -> Rates:
     """Measure this machine for a token; `memory` is the rate at which all threads read.
 
@@ -36,13 +56,27 @@ def rates(bundle: Bundle, token: TokenBytes, memory: float) -> Rates:
     """
     version = bundle.manifest.version(token.version)
     here = (bundle.path / bundle.layers[0].file(version.name)).exists()
-    disk = disk_rate(bundle, version, token.in_flight) if token.fetched and here else memory
-    moves = move_rate(bundle, version) if token.moved != 0 and here else memory
-    return Rates(memory, kernel_rate(bundle, version) or memory, disk, call_seconds(), moves)
+    place = str(bundle.path.resolve()), version.name
+    readers = max(1, min(READERS, round(token.in_flight)))
+    kernels = rate(("kernels", version, bundle.layers[0].matrices), partial(kernel_rate, bundle, version))
+    disk = moves = None
+    if token.fetched and here:
+        disk = rate(("disk", place, readers), partial(disk_rate, bundle, version, readers))
+    if token.moved != 0 and here:
+        moves = rate(("moves", place), partial(move_rate, bundle, version))
+    calls = rate("calls", call_seconds)
+    assert calls is not None
+    return Rates(memory, kernels or memory, disk or memory, calls, moves or memory)
 
 
 def kernel_rate(bundle: Bundle, version: Version) -> float | None:
     """Return the bytes a second that the kernels multiply by, one token and many experts; `None` without kernels."""
+    import torch
+
+    from moepack.runtime.devices.cpu import CpuMemory
+    from moepack.runtime.experts import backends
+    from moepack.runtime.kernels.forms import handle
+
     if backends.library() is None:
         return None
     from moepack.runtime.kernels.affine_native import DTYPES, LayerForms, product
@@ -71,20 +105,22 @@ def kernel_rate(bundle: Bundle, version: Version) -> float | None:
     return count * size / seconds
 
 
-def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
-    """Return the bytes a second that extents are fetched at, from where they are, `in_flight` at a time.
+def disk_rate(bundle: Bundle, version: Version, readers: int) -> float:
+    """Return the bytes a second that extents are fetched at, from where they are, by `readers` threads.
 
     Extents of all layers are read, past the page cache or from it, as serving would, and not digested: serving digests
     each once.
     """
+    from moepack.runtime.devices.cpu import CpuMemory
+    from moepack.runtime.store.files import BackingStore
+
     store = BackingStore(bundle, direct=True)
-    threads = max(1, min(READERS, round(in_flight)))
-    with contextlib.closing(store), ThreadPoolExecutor(threads) as pool:
-        chosen, size = _drawn(store, version, DISK_RUNS * threads, DISK_RUNS * READ)
-        rooms = CpuMemory(threads * size)
-        rooms.take(0, threads * size)
+    with contextlib.closing(store), ThreadPoolExecutor(readers) as pool:
+        chosen, size = _drawn(store, version, DISK_RUNS * readers, DISK_RUNS * READ)
+        rooms = CpuMemory(readers * size)
+        rooms.take(0, readers * size)
         rooms.tensor.fill_(0)
-        free = list(rooms.tensor.numpy().reshape(threads, size))
+        free = list(rooms.tensor.numpy().reshape(readers, size))
 
         def read(i: int) -> None:
             room = free.pop()
@@ -94,16 +130,19 @@ def disk_rate(bundle: Bundle, version: Version, in_flight: float) -> float:
                 got += stored.read_some(room.data[got : stored.size], got)
             free.append(room)
 
-        def rate(run: range) -> float:
+        def read_all(run: range) -> float:
             began = time.perf_counter()
             list(pool.map(read, run))
             return sum(chosen[i].size for i in run) / (time.perf_counter() - began)
 
-        return max(rate(range(n, len(chosen), DISK_RUNS)) for n in range(min(DISK_RUNS, len(chosen))))
+        return max(read_all(range(n, len(chosen), DISK_RUNS)) for n in range(min(DISK_RUNS, len(chosen))))
 
 
 def move_rate(bundle: Bundle, version: Version) -> float:
     """Return the bytes a second at which one thread fetches extents as moves do: digested, into fresh memory."""
+    from moepack.runtime.devices.cpu import CpuMemory
+    from moepack.runtime.store.files import BackingStore
+
     store = BackingStore(bundle, direct=True)
     with contextlib.closing(store):
         chosen, size = _drawn(store, version, 1, READ)
@@ -127,6 +166,8 @@ def _drawn(store: BackingStore, version: Version, least: int, total: int) -> tup
 
 def call_seconds() -> float:
     """Return the seconds that a layer's calls take beside reading weights: CALLS small operations."""
+    import torch
+
     x = torch.ones(1)
     best = float("inf")
     for _ in range(CALL_RUNS):

@@ -29,9 +29,7 @@ from moepack.runtime.profile import profiled
 from moepack.shared.progress import size
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Group
-    from transformers import PreTrainedConfig
 
     from moepack.runtime.planning.fixed import Fixed
     from moepack.runtime.policies.contract import Versions
@@ -121,55 +119,49 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     check_options(bundle, options)
     bundle = profiled(bundle, options.profile)
 
-    import torch
-
-    from moepack.families.model_class import top_k
     from moepack.runtime.dense.choice import choose_dense, dense_change
-    from moepack.runtime.devices.reading import read_rate
     from moepack.runtime.planning.choice import choose_policy
-    from moepack.runtime.planning.config import read_config
-    from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.fixed import Fixed, rounding
-    from moepack.runtime.planning.measured import measured
-    from moepack.runtime.planning.token_cost import dense_read, within
-    from moepack.runtime.process_limit import check_policy
+    from moepack.runtime.planning.measured import model_sizes, threads
+    from moepack.runtime.planning.plan import least_budget
+    from moepack.runtime.planning.token_cost import within
 
-    from .machine_rates import rates
+    from .machine_rates import memory_rate, rates
     from .speed import speed, token_bytes, while_moving
 
-    try:
-        where = torch.device(options.device)
-    except RuntimeError:
-        raise InputError(f"device {options.device}: {meant_device(options.device)}torch knows no such name") from None
+    on_gpu = _check_device(options.device)
     bundle.check(CONFIG)
-    config = read_config(bundle.path, bundle.manifest)
     workload = options.workload
-    dtype = config.dtype or torch.float32
-    needs, outside = measured(bundle, config, dtype, where, workload)
-    limit = None if options.memory is None else _limit(options, config, dtype)
+    model = model_sizes(bundle, options.device, workload)
+    needs = model.needs
+    limit = None if options.memory is None else _limit(bundle, options)
     budget = options.budget if limit is None else limit.budget
     assert budget is not None
-    outside += dense_change(bundle, choose_dense(options.dense, bundle, options.policy), dtype.itemsize)
-    read = dense_read(outside, config) + needs.kv.bytes(workload.kv_tokens)
+    versions = choose_dense(options.dense, bundle, options.policy)
+    outside = model.dense + dense_change(bundle, versions, model.itemsize)
+    read = max(0, outside - model.looked_up) + needs.kv.bytes(workload.kv_tokens)
     whole = bundle.versions
-    bundle = within(bundle, options.bound, read, top_k(config), lambda: read_rate(where))
+    bundle = within(bundle, options.bound, read, model.top_k, partial(memory_rate, options.device))
     if limit is not None:
         outside -= needs.embedding
-    parsed = choose_policy(options.policy, bundle, [where], True)
-    estimated = where.type != "cpu"
+    parsed = choose_policy(options.policy, bundle, [options.device], True)
+    estimated = options.device.partition(":")[0] != "cpu"
     if limit is not None:
+        from moepack.runtime.process_limit import check_policy
+
         check_policy(bundle, parsed)
     outside += rounding(1, parsed.is_live) if estimated else 0  # as loading on a GPU holds back
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     host = parse_size(options.host_memory)
-    least = _decide(bundle, parsed, fixed, 0, where, host).least
-    decided = _decide(bundle, parsed, fixed, budget, where, host)
-    table = decided.table
+    least = least_budget(bundle, parsed, fixed, on_gpu, host)
+    decided = _decide(bundle, parsed, fixed, budget, on_gpu, host) if least <= budget else None
     message = None
-    if table is None:
+    if decided is None:
         message = f"{bundle.path}: {budget} bytes are not enough: the least that would do is {least} bytes"
         message += f" for {asked(workload)} ({fixed})"
         if limit is not None:
+            from moepack.runtime.planning.exceeded import TooSmallError
+
             message = limit.too_small(bundle, TooSmallError(message, least)).text
         message = in_unit(message, options.size)
     facts: JsonObject = dict.fromkeys(
@@ -179,8 +171,9 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         facts |= {"memory_limit_bytes": limit.bytes, "beside": limit.beside}
     layers: tuple[LayerPlan, ...] = ()
     used = host = cached = 0
-    bandwidth = read_rate(where)
-    if table is not None:
+    bandwidth = memory_rate(options.device)
+    if decided is not None:
+        table = decided.table
         fixed = Fixed(outside, fixed.kv, fixed.activations + decided.workspace, **decided.parts)
         tables = bundle.calibration()
         served = [name for name in decided.names if any(name in row for row in table)]
@@ -192,22 +185,22 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         cached = needs.kv.tokens(fixed.kv + budget - fixed.total - decided.floor, workload.batch, MOST)
         host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
         facts["expected_relative_loss"], facts["expected_relative_loss_error"] = relative_loss(tables, table)
-        facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, top_k(config)))
+        facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, model.top_k))
         if bandwidth and not decided.pinned:  # which the bus bounds
             facts["expected_tokens_per_second"] = bandwidth / facts["bytes_per_token"]
-        if bandwidth and not estimated and (token := token_bytes(bundle, parsed, table, read, top_k(config))):
+        if bandwidth and not estimated and (token := token_bytes(bundle, parsed, table, read, model.top_k)):
             took = speed(token, found := rates(bundle, token, bandwidth))
             facts |= {"seconds_per_token": took, "expected_tokens_per_second": took.tokens_per_second}
             facts |= {"bytes_per_token": read + token.experts, "fetched_bytes_per_token": token.fetched}
             facts["bound_by"] = took.bound_by
             if token.moved != 0:
-                moving = while_moving(took, token, found, torch.get_num_threads(), processors())
+                moving = while_moving(took, token, found, threads(), processors())
                 facts["moving_tokens_per_second"] = moving.tokens_per_second
     return Planned(
         str(bundle.path),
         str(parsed),
         options.device,
-        table is not None,
+        decided is not None,
         budget,
         fixed.total,
         fixed,
@@ -224,54 +217,63 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         bandwidth=bandwidth,
         estimated=estimated,
         message=message,
-        table=table or (),
-        moving=decided.moving,
-        pinned_bytes=decided.pinned,
+        table=() if decided is None else decided.table,
+        moving=decided is not None and decided.moving,
+        pinned_bytes=0 if decided is None else decided.pinned,
         **facts,
     )
 
 
-def _limit(options: LoadOptions, config: PreTrainedConfig, dtype: torch.dtype) -> ProcessLimit:
+def _check_device(device: str) -> bool:
+    """Return whether a device that need not be here is a GPU. Raises InputError for a name of no device."""
+    if device == "cpu":  # without importing torch
+        return False
+    import torch
+
+    from moepack.runtime.devices import torch_cuda
+
+    try:
+        return torch_cuda.is_gpu(torch.device(device))
+    except RuntimeError:
+        raise InputError(f"device {device}: {meant_device(device)}torch knows no such name") from None
+
+
+def _limit(bundle: Bundle, options: LoadOptions) -> ProcessLimit:
     """Divide a memory limit as a process does that loads the model: with the same libraries, and a skeleton made."""
+    import torch
+
     import moepack.runtime.plugin  # noqa: F401
+    from moepack.runtime.planning.config import read_config
     from moepack.runtime.planning.skeleton import skeleton
     from moepack.runtime.process_limit import limit_of, measured
 
-    skeleton(config, dtype)
+    config = read_config(bundle.path, bundle.manifest)
+    skeleton(config, config.dtype or torch.float32)
     return limit_of(options, measured())
 
 
 class _Decided(NamedTuple):
-    """What a budget holds: the map of placements, or else the least sufficient budget. Sizes are bytes."""
+    """What a budget holds. Sizes are bytes."""
 
-    table: Versions | None  # None if the budget is too small
+    table: Versions
     names: tuple[str, ...]  # placements in the map, the best first
     parts: dict[str, int]  # of M_fixed: `Plan.parts`
     workspace: int
     floor: int  # the least that the experts take
     used: int  # what the experts take as mapped
-    least: int  # the least sufficient budget, if this one is too small
     moving: bool = False  # see `Planned`
     pinned: int = 0  # as `Planned.pinned_bytes`
 
 
-def _decide(
-    bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, device: torch.device, host: int | None
-) -> _Decided:
-    from moepack.runtime.devices import torch_cuda
+def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, on_gpu: bool, host: int | None) -> _Decided:
     from moepack.runtime.planning.capacity import base_bytes
-    from moepack.runtime.planning.exceeded import TooSmallError
     from moepack.runtime.planning.plan import make_plan, unchanging
     from moepack.runtime.policies.placements import READ_THERE, Where
 
-    on_gpu = torch_cuda.is_gpu(device)
-    try:
-        if not policy.is_live:
-            versions, experts = unchanging(bundle, policy, fixed, budget)
-            return _Decided(versions, tuple(v.name for v in bundle.versions), {}, 0, experts, experts, 0)
-        made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu, host)
-    except TooSmallError as error:
-        return _Decided(None, (), {}, 0, 0, 0, error.least)
+    if not policy.is_live:
+        versions, experts = unchanging(bundle, policy, fixed, budget)
+        return _Decided(versions, tuple(v.name for v in bundle.versions), {}, 0, experts, experts)
+    made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu, host)
     chosen, wanted = made.policy(policy)
     table = tuple(
         tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)
@@ -283,7 +285,7 @@ def _decide(
     least = base + made.demand + made.present
     moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
     pinned = made.on_host(*READ_THERE) if on_gpu else 0
-    return _Decided(table, names, made.parts, made.workspace, least, used, 0, moving, pinned)
+    return _Decided(table, names, made.parts, made.workspace, least, used, moving, pinned)
 
 
 def _cap(bundle: Bundle, whole: Sequence[Version], policy: Policy, table: Versions, free: int) -> str | None:

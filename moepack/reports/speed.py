@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from moepack.runtime.devices.migration import FLOOR
-from moepack.runtime.policies.contract import Decoding
+from moepack.runtime.policies.contract import FLOOR, Decoding
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle

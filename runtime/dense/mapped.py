@@ -27,12 +27,12 @@ from moepack.pack.errors import BundleError
 from moepack.pack.files import advise, open_file
 from moepack.pack.manifest import LEFTOVERS
 from moepack.pack.reader import TENSORS, Bundle
-from moepack.runtime.devices.cpu import READERS, CpuMemory
+from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.devices.glibc import madvise
-from moepack.runtime.planning.fixed import lone_embedding
+from moepack.runtime.planning.measure import lone_embedding
 from moepack.runtime.store.checked import FILE, recorded, state
 from moepack.runtime.store.loading import LoadCount, loading
-from moepack.runtime.store.page_file import PageFile
+from moepack.runtime.store.page_file import READERS, PageFile
 
 from .file_rows import FileRows
 

@@ -17,6 +17,7 @@ from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import BundleError, CodecError
 from moepack.pack.spec import MEMORY_PAGE, ExpertLayer, Version, align
 from moepack.runtime.store.files import Stored
+from moepack.runtime.store.page_file import READERS
 
 from .contract import Memory
 from .glibc import madvise
@@ -24,9 +25,6 @@ from .migration import HostEvent, HostThreads, Migration
 
 HUGE = 2 << 20
 COLLAPSE = 25 if sys.platform == "linux" else None  # MADV_COLLAPSE, Linux 6.1
-# Reads under way while loading, and for a pass that waits. The threads sleep meanwhile, so they may be more than the
-# cores. On a virtual disk 1, 2, 4 and 8 took in 1.9, 2.4, 2.2 and 2.3 GB/s in extents of 2.5 MiB.
-READERS = 4
 
 
 class CpuMemory(Memory):

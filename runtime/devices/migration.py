@@ -13,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from moepack.runtime.policies.contract import FLOOR
 from moepack.runtime.store.files import Cancelled
 
-FLOOR = 4 << 20  # under a rate limit a smaller copy counts as this many bytes: its calls cost about 0.5 ms
 SHORT = 0.0002  # seconds; shorter delays are skipped, because a sleep would last a third longer than asked for
 POLL = 0.0001  # seconds between two checks of work on a GPU: two copies of 2.5 MB at a time are then 50 GB/s at most
 

@@ -1,37 +1,11 @@
-"""The bytes of KV caches of any architecture, counted from their tensors, and how the bytes grow with tokens."""
+"""The bytes of KV caches of any architecture, counted from their tensors."""
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """How the bytes of one sequence's cache grow with its tokens."""
-
-    # For each tensor: bytes without tokens, bytes a token, and the most bytes (a sliding window) or `None`
-    parts: tuple[tuple[int, int, int | None], ...] = ()
-
-    def bytes(self, tokens: int, batch: int = 1) -> int:
-        """Return the bytes of caches for `batch` sequences, each of `tokens` tokens."""
-        if tokens <= 0:
-            return 0
-        grown = ((constant + slope * tokens, cap) for constant, slope, cap in self.parts)
-        return batch * sum(size if cap is None else min(size, cap) for size, cap in grown)
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes that a token adds to a short cache."""
-        return sum(slope for _, slope, _ in self.parts)
-
-    def tokens(self, size: int, batch: int, most: int) -> int:
-        """Return the most tokens a sequence, up to `most`, with which caches of `batch` sequences fit `size` bytes."""
-        return bisect.bisect_right(range(1, most + 1), size, key=lambda tokens: self.bytes(tokens, batch))
 
 
 def storages(cache: object) -> dict[int, int]:

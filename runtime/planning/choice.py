@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.runtime.policies.contract import Ladder, LiveOptions
 from moepack.runtime.policies.registry import Policy, parse_policy
 
-if TYPE_CHECKING:
-    import torch
-
 log = logging.getLogger("moepack.runtime")
 
 
-def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.device], in_budget: bool) -> Policy:
+def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[str], in_budget: bool) -> Policy:
     """Return the policy with this name. The default serves the most precise version; in a budget it is `hotness`, or
-    `uniform` if versions cannot change on these devices or in this bundle, which is logged.
+    `uniform` if versions cannot change on these devices (as torch names them) or in this bundle, which is logged.
 
     Raises:
         InputError: for an unknown policy, or one that needs a budget.
@@ -32,7 +28,7 @@ def choose_policy(text: str | None, bundle: Bundle, devices: Sequence[torch.devi
         return policy
     if len(bundle.versions) < 2:
         why = f"{bundle.versions[0].name} is its only version here"
-    elif len(set(devices)) > 1 or devices[0].type not in ("cpu", "cuda"):
+    elif len(set(devices)) > 1 or devices[0].partition(":")[0] not in ("cpu", "cuda"):
         why = "versions change on one CPU or one CUDA device"
     else:
         return policy

@@ -1,80 +1,77 @@
-"""Keep a skeleton's measurements in the user's cache, so that a second plan does not repeat them.
+"""What plans measure and keep in the user's cache, so that a second plan imports neither torch nor transformers.
 
-Building and running a skeleton takes most of a plan's time. Only plans read the cache; loading always measures. A
-file's name is a digest of everything on which its numbers depend. Files that cannot be read or written, or hold
-anything but valid measurements, are ignored.
+Importing them, and building and running a skeleton, takes most of a plan's time. Only plans read the cache; loading
+always measures. Keys have everything on which numbers depend: model, workload, machine, programs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import math
 import os
+import platform
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from moepack.pack.user_files import cache_path, read_own, write_whole
+from moepack.pack.manifest import CONFIG
+from moepack.pack.processors import processors
+from moepack.pack.reader import Bundle
+from moepack.pack.trials import processor
+from moepack.pack.user_files import remembered
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig
+from .fixed import Activations, KvShape, MeasuredNeeds, ModelSizes
+from .options import Workload
 
-    from moepack.pack.reader import Bundle
-
-    from .fixed import MeasuredNeeds
-    from .options import Workload
-
-FILES = 64  # the most files that are kept; the oldest are removed
-LARGEST = 1 << 20  # the most bytes of a valid file
-MOST = 1 << 50  # the largest valid number in a file
+MOST = 1 << 50  # the largest valid number
+DAY = 86_400.0  # seconds for which a rate is kept: another program may have slowed the machine
+VARIABLES = ("MOEPACK_", "ATEN_", "ONEDNN_", "OMP_", "MKL_")  # settings on which torch's threads and kernels depend
 
 
-def measured(
-    bundle: Bundle, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, workload: Workload
-) -> tuple[MeasuredNeeds, int]:
-    """Return the result of `fixed.measure`, from the cache if the same measurement is there.
+def model_sizes(bundle: Bundle, device: str, workload: Workload) -> ModelSizes:
+    """Return what a plan on `device` takes from the bundle's model, from the cache if the same was measured before.
 
     A model with code of its own (`auto_map`) is always measured: its code may change under the same name.
-    """
-    from .fixed import measure
 
-    folder = cache_path("plans")
-    if folder is None or getattr(config, "auto_map", None):
-        return measure(bundle, config, dtype, device, workload)
-    file = folder / f"{_key(bundle, config, dtype, device, workload)}.json"
-    found = _read(file, workload)
-    if found is None:
-        found = measure(bundle, config, dtype, device, workload)
-        _write(file, found)
+    Raises:
+        InputError: for a configuration that transformers rejects, and as `measure.measure`.
+    """
+    make = partial(_measure, bundle, device, workload)
+    if b"auto_map" in (bundle.path / CONFIG).read_bytes():
+        return make()
+    manifest = bundle.manifest
+    described = manifest.files[CONFIG].sha256, dict(manifest.model), bundle.layers, bool(manifest.dense)
+    key = described, device.partition(":")[0], asdict(workload), threads(), _here()
+    return remembered("plans", key, partial(_read, workload), make)
+
+
+def threads() -> int:
+    """Return the number of threads on which torch computes."""
+    if "torch" in sys.modules:
+        return _torch_threads()
+    found: int = remembered("threads", _here(), _size, _torch_threads)
     return found
 
 
-def _key(bundle: Bundle, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, workload: Workload) -> str:
-    """Return the digest of everything on which measurements depend: model, workload, machine, programs."""
+def rate(what: object, measure: Callable[[], float | None]) -> float | None:
+    """Return a rate of this machine, as it was measured in the last day; `what` names it."""
+    return remembered("rates", (what, threads(), _here()), _rate, measure, DAY)
+
+
+def _torch_threads() -> int:
     import torch
-    import transformers
 
-    from .fixed import plain_config
+    return torch.get_num_threads()
 
-    parts = (
-        plain_config(config),
-        getattr(config, "_attn_implementation", None),
-        dtype,
-        device.type,
-        bundle.layers,
-        bool(bundle.manifest.dense),
-        asdict(workload),
-        torch.get_num_threads(),
-        torch.backends.cpu.get_cpu_capability(),
-        sorted((k, v) for k, v in os.environ.items() if k.startswith(("MOEPACK_", "ATEN_", "ONEDNN_"))),
-        (torch.__version__, transformers.__version__, sys.version),
-        _sources(),
-    )
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+
+def _here() -> tuple[object, ...]:
+    """Return what tells this machine, its settings and its programs apart from others."""
+    variables = sorted((k, v) for k, v in os.environ.items() if k.startswith(VARIABLES))
+    versions = version("torch"), version("transformers"), sys.version
+    return platform.node(), processor(), processors(), variables, versions, _sources()
 
 
 def _sources() -> list[tuple[str, int, int]]:
@@ -82,53 +79,46 @@ def _sources() -> list[tuple[str, int, int]]:
     from moepack import families
 
     folders = Path(__file__).resolve().parents[1], Path(families.__file__).resolve().parent
-    found = [(p.name, p.stat()) for folder in folders for p in sorted(folder.rglob("*.py"))]
+    files = [p for folder in folders for p in sorted(folder.rglob("*")) if p.suffix in (".py", ".so")]
+    found = [(p.name, p.stat()) for p in files]
     return [(name, s.st_size, s.st_mtime_ns) for name, s in found]
 
 
-def _read(file: Path, workload: Workload) -> tuple[MeasuredNeeds, int] | None:
-    """Read a file's measurement; return `None` unless it is a regular file of this user with valid numbers."""
-    from moepack.runtime.kv.sizes import KvShape
+def _measure(bundle: Bundle, device: str, workload: Workload) -> ModelSizes:
+    import torch
 
-    from .fixed import Activations, MeasuredNeeds
+    from moepack.families.model_class import top_k
 
-    try:
-        kept = json.loads(read_own(file, LARGEST))
-        parts = tuple((_size(a), _size(b), None if c is None else _size(c)) for a, b, c in kept["kv"])
-        passes, lengths = ((_size(a), _size(b)) for a, b in (kept["passes"], kept["lengths"]))
-        a, b, c, d = (float(_size(x, float)) for x in kept["corners"])
-        shape = Activations(passes, lengths, (a, b, c, d))
-        activations, more, table = (_size(kept[name]) for name in ("activations", "kept", "embedding"))
-        needs = MeasuredNeeds(workload, KvShape(parts), activations, shape, more, table)
-        return needs, _size(kept["dense"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
+    from .config import read_config
+    from .measure import measure
+    from .token_cost import looked_up
+
+    config = read_config(bundle.path, bundle.manifest)
+    dtype = config.dtype or torch.float32
+    needs, dense = measure(bundle, config, dtype, torch.device(device), workload)
+    return ModelSizes(needs, dense, looked_up(config), dtype.itemsize, top_k(config))
+
+
+def _read(workload: Workload, kept: Any) -> ModelSizes:
+    """Return what a document holds. Raises ValueError, TypeError or KeyError unless it holds valid numbers."""
+    needs = kept["needs"]
+    shape = needs["passes"]
+    parts = tuple((_size(a), _size(b), None if c is None else _size(c)) for a, b, c in needs["kv"]["parts"])
+    passes, lengths = ((_size(a), _size(b)) for a, b in (shape["passes"], shape["lengths"]))
+    a, b, c, d = (float(_size(x, float)) for x in shape["corners"])
+    activations, more, table = (_size(needs[name]) for name in ("activations", "kept", "embedding"))
+    found = MeasuredNeeds(
+        workload, KvShape(parts), activations, Activations(passes, lengths, (a, b, c, d)), more, table
+    )
+    return ModelSizes(found, *(_size(kept[name]) for name in ("dense", "looked_up", "itemsize", "top_k")))
+
+
+def _rate(value: Any) -> float | None:
+    return None if value is None else float(_size(value, float))
 
 
 def _size(value: Any, kind: type = int) -> Any:
-    """Return `value` if it is a number of bytes or tokens; raise ValueError for anything else."""
+    """Return `value` if it is a number of bytes or tokens, or a rate; raise ValueError for anything else."""
     if type(value) not in (int, kind) or not math.isfinite(value) or not 0 <= value <= MOST:
         raise ValueError("not a size")
     return value
-
-
-def _write(file: Path, found: tuple[MeasuredNeeds, int]) -> None:
-    """Write a file atomically, and remove the oldest files beyond FILES. Errors of the file system are ignored."""
-    needs, dense = found
-    shape = needs.passes
-    kept = {
-        "kv": needs.kv.parts,
-        "activations": needs.activations,
-        "passes": shape.passes,
-        "lengths": shape.lengths,
-        "corners": shape.corners,
-        "kept": needs.kept,
-        "embedding": needs.embedding,
-        "dense": dense,
-    }
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(file, json.dumps(kept))
-        by_age = sorted(file.parent.glob("*.json"), key=lambda p: p.stat().st_mtime)
-        for old in by_age[:-FILES]:
-            old.unlink(missing_ok=True)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import MEMORY_PAGE, ExpertLayer, Version, align
 from moepack.runtime.policies.contract import Ladder
 from moepack.runtime.policies.placements import CODED, Where
+
+from .measured import threads
 
 # Bytes of torch's segments (c10/core/AllocatorConfig.h): blocks up to SMALL share 2 MiB, below LARGE 20 MiB; each
 # larger one takes whole 2 MiB
@@ -93,17 +94,16 @@ def measure_rates(bundle: Bundle, ladder: Ladder) -> tuple[float, ...]:
     version = ladder[0].version
     assert version is not None
     layer = bundle.layers[0]
-    threads = torch.get_num_threads()
     size = version.resident_size(layer.matrices)
     count = min(layer.experts, EXTENTS)
     out = np.empty(size, np.uint8)
     stored = partial(bundle.extent, version.name, 0)  # reads and digests an expert's extent
-    restore = partial(version.restore, layer.matrices)
+    restore = partial(version.restore, layer.matrices, threads=threads())
     packed = INFINITE
     if version.entropy_coded:
         extents = [np.array(stored(e)) for e in range(count)]
-        packed = size * rate(lambda i: restore(extents[i % count], out, threads))
-    read = size * rate(lambda i: restore(stored(i % count), out, threads))
+        packed = size * rate(lambda i: restore(extents[i % count], out))
+    read = size * rate(lambda i: restore(stored(i % count), out))
     sources = {Where.PACKED: packed, Where.ON_DISK: read}
     return tuple(sources.get(p.where, INFINITE) for p in ladder)
 

@@ -32,7 +32,6 @@ from moepack.runtime.policies.registry import Policy
 
 from .capacity import base_bytes, even_bytes
 from .choice import ladders_of
-from .exceeded import TooSmallError
 from .fixed import Fixed, page_entries
 from .paging import block_on_gpu, coded_version, decoded_in_place, in_place_size, measure_rates, segment
 
@@ -178,6 +177,8 @@ class Plan:
         largest = {size: max(n for n, s in zip(self.experts, sizes, strict=True) if s == size) for size in set(sizes)}
         short = sum(n * size for size, n in largest.items()) - left
         if short > 0:
+            from .exceeded import TooSmallError
+
             least = self.budget + short
             raise TooSmallError(
                 f"a budget of {self.budget} bytes does not hold all experts of a layer of each size: the least that "
@@ -219,11 +220,49 @@ def make_plan(
         TooSmallError: when the budget does not hold every expert at the base placement, or with on-demand loading all
             experts of a layer at the best.
     """
+    plans = _plans(bundle, options, outside, budget, on_gpu, host_memory)
+    fitting = [plan for needed, plan in plans if needed <= budget]
+    if not fitting:
+        from .exceeded import TooSmallError
+
+        needed, plan = min(plans, key=lambda found: found[0])
+        all_of_them = (
+            f"half of the experts at {plan.ladder[-2]}" if plan.present else f"every expert at {plan.ladder[-1]}"
+        )
+        layers = "a layer's" if options.layers_held == 1 else f"{options.layers_held} layers'"
+        what = f"{layers} experts at {plan.ladder[0]}" if plan.demand else all_of_them
+        raise TooSmallError(
+            f"{bundle.path}: a budget of {budget} bytes does not hold {what}: the least "
+            f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
+            needed,
+        )
+    chosen = min(fitting, key=Plan.expected_loss)
+    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if options.by_rates and not on_gpu else chosen
+
+
+def least_budget(
+    bundle: Bundle, policy: Policy, fixed: Fixed, on_gpu: bool = False, host_memory: int | None = None
+) -> int:
+    """Return the least budget, in bytes, with which `make_plan` or `unchanging` does not find it too small.
+
+    Raises:
+        InputError: when the policy does not fit the bundle.
+    """
+    if policy.is_live:
+        plans = _plans(bundle, policy.options, fixed.total, 0, on_gpu, host_memory)
+        return min(needed for needed, _ in plans)
+    return fixed.total + _map(bundle, policy, -fixed.total)[1]
+
+
+def _plans(
+    bundle: Bundle, options: LiveOptions, outside: int, budget: int, on_gpu: bool, host_memory: int | None
+) -> list[tuple[int, Plan]]:
+    """Return a plan for each ladder, and the least budget that it needs."""
     ladders = [_on_device(bundle, ladder, on_gpu) for ladder in ladders_of(bundle, options)]
     experts = tuple(x.experts for x in bundle.layers)
     traffic, losses, compared = calibration(bundle, ladders)
     shares = options.shares_by_loss and compared
-    plans: list[tuple[int, Plan]] = []  # each with the least budget that it needs
+    plans: list[tuple[int, Plan]] = []
     for ladder, loss in zip(ladders, losses, strict=True):
         here = [p.where in (Where.DEVICE, Where.PACKED) for p in ladder]
         by_block = on_gpu and coded_version(ladder) is not None
@@ -263,21 +302,7 @@ def make_plan(
         if shares and not demand:  # on-demand loading has one cache for all layers
             plan = replace(plan, by_loss=SharedByLoss(plan.ladders(), traffic))
         plans.append((needed, plan))
-    fitting = [plan for needed, plan in plans if needed <= budget]
-    if not fitting:
-        needed, plan = min(plans, key=lambda found: found[0])
-        all_of_them = (
-            f"half of the experts at {plan.ladder[-2]}" if plan.present else f"every expert at {plan.ladder[-1]}"
-        )
-        layers = "a layer's" if options.layers_held == 1 else f"{options.layers_held} layers'"
-        what = f"{layers} experts at {plan.ladder[0]}" if plan.demand else all_of_them
-        raise TooSmallError(
-            f"{bundle.path}: a budget of {budget} bytes does not hold {what}: the least "
-            f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
-            needed,
-        )
-    chosen = min(fitting, key=Plan.expected_loss)
-    return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if options.by_rates and not on_gpu else chosen
+    return plans
 
 
 def pinned_bytes(bundle: Bundle, plan: Plan, host_memory: int | None) -> int:
@@ -381,26 +406,40 @@ def unchanging(bundle: Bundle, policy: Policy, fixed: Fixed, device_memory: int 
         InputError: when the policy does not fit the bundle.
         TooSmallError: when the map does not fit the budget.
     """
-    assert policy.entry.versions is not None
     room = None if device_memory is None else device_memory - fixed.total
+    table, experts = _map(bundle, policy, room)
+    least = fixed.total + experts
+    if table is not None and (room is None or experts <= room):
+        return table, experts
+
+    from .exceeded import TooSmallError
+
+    if table is None:
+        what = (
+            f"{bundle.path}: a budget of {device_memory} bytes does not hold the smallest versions: the least that "
+            f"would do is {least} bytes ({fixed})"
+        )
+    else:
+        what = (
+            f"{bundle.path}: policy {policy} needs {least} bytes of device memory ({fixed}), the "
+            f"budget is {device_memory}: name a smaller version or a larger budget"
+        )
+    raise TooSmallError(what, least)
+
+
+def _map(bundle: Bundle, policy: Policy, room: int | None) -> tuple[Versions | None, int]:
+    """Return the map of a policy for `room` bytes, and its bytes; no map, and the least of any, if room is too little.
+
+    The map of a policy that does not look at the room may take more.
+    """
+    assert policy.entry.versions is not None
     try:
         table = policy.entry.versions(bundle, policy.options, room)
     except BudgetError as error:
-        least = fixed.total + int(error.least)
-        raise TooSmallError(
-            f"{bundle.path}: a budget of {device_memory} bytes does not hold the smallest versions: the least that "
-            f"would do is {least} bytes ({fixed})",
-            least,
-        ) from None
+        return None, int(error.least)
     experts = sum(
         bundle.manifest.version(name).resident_size(layer.matrices)
         for layer, versions in zip(bundle.layers, table, strict=True)
         for name in versions
     )
-    if room is not None and experts > room:
-        raise TooSmallError(
-            f"{bundle.path}: policy {policy} needs {fixed.total + experts} bytes of device memory ({fixed}), the "
-            f"budget is {device_memory}: name a smaller version or a larger budget",
-            fixed.total + experts,
-        )
     return table, experts

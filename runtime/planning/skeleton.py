@@ -28,7 +28,9 @@ from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.forms import PLAIN_KV
 from moepack.runtime.kv.growing import layer_bits, new_cache
-from moepack.runtime.kv.sizes import KvShape, cache_bytes, sliding_window, storages
+from moepack.runtime.kv.sizes import cache_bytes, sliding_window, storages
+
+from .fixed import KvShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -306,7 +308,7 @@ def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor
     """Allocate a product's result [slots, rows], and beside it one expert's tokens, results and unpacked weights.
 
     On a CPU with kernels this is the most that any kernel takes, so that plans do not depend on the instruction set.
-    fixed.py counts the memory in which these kernels unpack weights.
+    measure.py counts the memory in which these kernels unpack weights.
     """
     out = x.new_empty(tokens * top_k, m.rows)
     if kind == "triton":

@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def dense_read(dense: int, config: PreTrainedConfig) -> int:
-    """Return the dense bytes that a token reads: all but an embedding table that is not tied to the output.
-
-    `dense` are the bytes of all dense tensors, as served.
-    """
+def looked_up(config: PreTrainedConfig) -> int:
+    """Return the dense bytes that a token does not read: an embedding table that is not tied to the output."""
     text = config.get_text_config()
-    table = text.vocab_size * text.hidden_size * getattr(config.dtype, "itemsize", 4)
-    return dense if getattr(config, "tie_word_embeddings", False) else max(0, dense - table)
+    table: int = text.vocab_size * text.hidden_size * getattr(config.dtype, "itemsize", 4)
+    return 0 if getattr(config, "tie_word_embeddings", False) else table
 
 
 def experts_read(bundle: Bundle, version: Version, chosen: int) -> int:

@@ -29,6 +29,7 @@ Versions = tuple[tuple[str, ...], ...]  # [layer position][expert], the name of 
 Ladder = tuple[Placement, ...]  # the best placement first, the base last; an int "placement" is an index into a ladder
 Counts = Sequence[Ints]
 Sums = Sequence[Floats]
+FLOOR = 4 << 20  # under a rate limit a smaller copy counts as this many bytes: its calls cost about 0.5 ms
 
 
 class Changes(dict[Key, int]):

@@ -25,7 +25,6 @@ from moepack.pack.reader import Bundle
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.devices.handle_tables import DeviceTables, HandleTable
-from moepack.runtime.devices.migration import FLOOR
 from moepack.runtime.experts.handles import NOTHING, RUN_THERE, Handle, LayerExperts, Snapshot
 from moepack.runtime.experts.host_tier import CudaLink, HostTier
 from moepack.runtime.experts.packed import CodedExtent
@@ -33,7 +32,7 @@ from moepack.runtime.experts.prediction import Prediction
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.paging import source_of
 from moepack.runtime.planning.plan import Plan
-from moepack.runtime.policies.contract import Event, Key, LayerReached, Wanted
+from moepack.runtime.policies.contract import FLOOR, Event, Key, LayerReached, Wanted
 from moepack.runtime.policies.placements import CODED, ON_HOST, Where
 from moepack.runtime.policies.registry import Policy
 from moepack.runtime.step.context import NO_PROMPT, Prompt, Step, opened, step_of

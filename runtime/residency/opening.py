@@ -13,7 +13,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 from moepack.runtime.devices import torch_cuda
 from moepack.runtime.devices.contract import Device, Memory
-from moepack.runtime.devices.cpu import READERS, CpuDevice
+from moepack.runtime.devices.cpu import CpuDevice
 from moepack.runtime.experts import backends
 from moepack.runtime.experts.handles import LayerExperts
 from moepack.runtime.kernels.forms import compiled
@@ -26,6 +26,7 @@ from moepack.runtime.policies.contract import Key
 from moepack.runtime.policies.placements import ON_HOST, READ_THERE, Where
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.host_limit import host_limits
+from moepack.runtime.store.page_file import READERS
 
 from .pools import Pool
 

@@ -19,6 +19,9 @@ import numpy as np
 from moepack.pack.files import advise
 from moepack.pack.spec import MEMORY_PAGE, PAGE
 
+# Reads under way while loading, and for a pass that waits. The threads sleep meanwhile, so they may be more than the
+# cores. On a virtual disk 1, 2, 4 and 8 took in 1.9, 2.4, 2.2 and 2.3 GB/s in extents of 2.5 MiB.
+READERS = 4
 _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # errors of file systems and devices without O_DIRECT
 _CACHESTAT = 451  # the number of this system call, Linux 6.5
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -5,18 +5,22 @@ import os
 import sys
 
 import pytest
-from support import python, spy
+from support import cli, python, spy
 
 from moepack.runtime.patches import UNUSED, leave_out
 
 RUN = """
-import json, sys
+import contextlib, io, json, sys
 from moepack.cli import app
 from moepack.pack.errors import MoepackError
 for words in json.loads(sys.argv[1]):
+    out = io.StringIO()
     try:
-        app(words, standalone_mode=False)
-        said = "no error"
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            app(words, standalone_mode=False)
+        said = out.getvalue()
+    except SystemExit:
+        said = out.getvalue()
     except MoepackError as error:
         said = str(error)
     print(json.dumps([said, sorted({"torch", "transformers"} & sys.modules.keys())]))
@@ -57,12 +61,12 @@ def test_mistakes_are_reported_without_torch(bundle, tmp_path):
 def test_a_plan_passes_over_a_damaged_cache(bundle, tmp_path):
     """Plans read what an earlier one kept, and measure anew where that is damaged or cannot be written."""
     from moepack.reports.plan import plan
-    from moepack.runtime.planning import fixed
+    from moepack.runtime.planning import measure
     from moepack.runtime.planning.options import LoadOptions
 
     measured, options = [], LoadOptions(device_memory="1GB", prefill_tokens=16)
     with pytest.MonkeyPatch.context() as patch:
-        spy(patch, fixed, "measure", lambda *given: measured.append(given))
+        spy(patch, measure, "measure", lambda *given: measured.append(given))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         first, again = plan(bundle, options), plan(bundle, options)
         assert len(measured) == 1 and again.fixed == first.fixed and again.per_layer == first.per_layer
@@ -76,6 +80,22 @@ def test_a_plan_passes_over_a_damaged_cache(bundle, tmp_path):
         assert plan(bundle, options).fixed == first.fixed and len(measured) == 7
         patch.setenv("XDG_CACHE_HOME", "/dev/null")
         assert plan(bundle, options).fixed == first.fixed and len(measured) == 8
+
+
+def test_a_second_plan_imports_no_torch(bundle, tmp_path, monkeypatch):
+    """It takes what an earlier process has kept of the model and the machine, and says the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plans = [
+        ["plan", str(bundle), "--device-memory", size, *more]
+        for size in ("5MB", "7MB")
+        for more in ([], ["--json"], ["--policy", "static:w2"], ["--policy", "uniform"], ["--policy", "lru:lo=absent"])
+    ]
+    plans += [[*plans[0], "--policy", "hotness:lo=stored", "--max-tpot", "1s"], [*plans[0], "--policy", "static:bf16"]]
+    python("-c", "from moepack.runtime.planning.measured import threads; threads()")  # of a process without torch
+    said = [cli(*words) for words in plans]
+    for (_, out, err), line in zip(said, python("-c", RUN, json.dumps(plans)).splitlines(), strict=True):
+        again, imported = json.loads(line)
+        assert imported == [] and again == out + err
 
 
 def test_only_commands_that_serve_leave_libraries_out(monkeypatch):

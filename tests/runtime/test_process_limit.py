@@ -130,10 +130,10 @@ def test_a_process_keeps_its_limit_in_a_cage(bundle, evaluation):
 
 def test_tied_weights_count_once(bundle):
     """transformers unties weights while it loads; the budget that a limit needs is the one that a plan names."""
-    from moepack.runtime.planning import fixed
+    from moepack.runtime.planning import measure
 
     assert json.loads((bundle / "config.json").read_text())["tie_word_embeddings"]
-    fixed._known.clear()
+    measure._known.clear()
     work = {"policy": "static:w2", "prefill_tokens": 24}
     with pytest.raises(TooSmallError) as refused:
         load_for_logits(bundle, memory=5, **work)

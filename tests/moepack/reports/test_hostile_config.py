@@ -1,6 +1,7 @@
 """Configurations, tables and files edited to do harm, where transformers or a plan meets them: every command says so in
 one line, and none waits or prints a traceback."""
 
+import errno
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from hostile_edits import Victim, in_time, one_line
 from support import for_logits
+from transformers import GenerationConfig
 
 import moepack
 from moepack.generation import generate
@@ -139,6 +141,22 @@ def test_a_checkpoint_that_no_model_fits_is_refused_in_a_line(changes, model, te
 def test_a_generation_config_that_transformers_refuses_is_named(asks, model):
     (model / "generation_config.json").write_text(json.dumps(asks))
     refuses(lambda: generate(model, "The", max_new_tokens=1), match=r"generation_config\.json", seconds=60)
+
+
+@pytest.mark.parametrize("fault", ["no JSON", "no right to read it"])
+def test_a_generation_config_that_cannot_be_read_is_no_missing_one(fault, model, monkeypatch):
+    file = model / "generation_config.json"
+    if fault == "no JSON":
+        file.write_text("{")
+    else:
+        monkeypatch.setattr(GenerationConfig, "_dict_from_json_file", denied)
+    refuses(lambda: generate(model, "The", max_new_tokens=1), match=r"generation_config\.json", seconds=60)
+    file.unlink()
+    assert generate(model, "The", max_new_tokens=1)
+
+
+def denied(file):
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def another_byte(file):

@@ -116,7 +116,7 @@ def test_a_plan_predicts_by_policy(bundle, monkeypatch):
 def test_rates_are_measured(bundle):
     opened = open_bundle(bundle)
     version = opened.manifest.version("w4")
-    assert disk_rate(opened, version, 2.0) > 1e6 and 1e-6 < call_seconds() < 1
+    assert disk_rate(opened, version, 2) > 1e6 and 1e-6 < call_seconds() < 1
     assert (kernel_rate(opened, version) or 1e9) > 1e6 and 1e6 < move_rate(opened, version) < 1e11
 
 
@@ -128,5 +128,5 @@ def test_the_disk_is_measured_on_several_experts_of_a_layer(bundle, monkeypatch)
         return read(self, *given)
 
     monkeypatch.setattr(Stored, "read_some", noted)
-    disk_rate(opened, opened.manifest.version("w4"), 2.0)
+    disk_rate(opened, opened.manifest.version("w4"), 2)
     assert 2 * len(opened.layers) < len(seen) <= 8 * len(opened.layers)

@@ -11,7 +11,8 @@ from tiny_models import save_tiny
 from moepack.families.arguments import with_cache
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import layer_bits, new_cache
-from moepack.runtime.kv.sizes import KvShape, storages
+from moepack.runtime.kv.sizes import storages
+from moepack.runtime.planning.fixed import KvShape
 from moepack.server.batching import packed_cache as rows_module
 from moepack.server.batching.engine import CacheSlot, Engine, StepInput
 from moepack.server.batching.packed_cache import CacheShape, NotPackable, PackedKvCache, RowInput, windows_of

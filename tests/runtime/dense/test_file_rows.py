@@ -15,7 +15,7 @@ from moepack.reports.plan import plan
 from moepack.runtime import process_limit
 from moepack.runtime.dense import mapped
 from moepack.runtime.dense.file_rows import FileRows
-from moepack.runtime.planning.fixed import lone_embedding, measure
+from moepack.runtime.planning.measure import lone_embedding, measure
 from moepack.runtime.planning.options import Workload
 from moepack.runtime.planning.skeleton import skeleton
 

@@ -32,17 +32,17 @@ def single(damaged):
 
 def test_the_default(bundle, single, caplog):
     opened, one = open_bundle(bundle), open_bundle(single)
-    assert str(choose_policy(None, opened, [CPU], in_budget=False)) == "static"
-    assert str(choose_policy(None, opened, [CPU], in_budget=True)) == "hotness"
-    assert str(choose_policy("lru", opened, [CPU], in_budget=True)) == "lru" and not caplog.records
-    assert str(choose_policy(None, one, [CPU], in_budget=True)) == "uniform"
+    assert str(choose_policy(None, opened, ["cpu"], in_budget=False)) == "static"
+    assert str(choose_policy(None, opened, ["cpu"], in_budget=True)) == "hotness"
+    assert str(choose_policy("lru", opened, ["cpu"], in_budget=True)) == "lru" and not caplog.records
+    assert str(choose_policy(None, one, ["cpu"], in_budget=True)) == "uniform"
     assert "w4 is its only version here: policy uniform in place of hotness" in caplog.text
     caplog.clear()
-    assert str(choose_policy(None, opened, [CPU, torch.device("meta")], in_budget=True)) == "uniform"
+    assert str(choose_policy(None, opened, ["cpu", "meta"], in_budget=True)) == "uniform"
     assert "versions change on one CPU or one CUDA device" in caplog.text
-    assert str(choose_policy("hotness", one, [CPU], in_budget=True)) == "hotness", "what is named is not replaced"
+    assert str(choose_policy("hotness", one, ["cpu"], in_budget=True)) == "hotness", "what is named is not replaced"
     with pytest.raises(InputError, match="needs a memory budget"):
-        choose_policy("hotness", opened, [CPU], in_budget=False)
+        choose_policy("hotness", opened, ["cpu"], in_budget=False)
 
 
 def test_it_is_the_same_everywhere(bundle, single, evaluation, monkeypatch):

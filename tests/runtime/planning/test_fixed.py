@@ -20,7 +20,7 @@ from moepack.reports.plan import plan
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import SPARE
 from moepack.runtime.kv.sizes import cache_bytes
-from moepack.runtime.planning.fixed import Workload, dense_arena, dense_bytes, dense_shapes, measure
+from moepack.runtime.planning.measure import Workload, dense_arena, dense_bytes, dense_shapes, measure
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
@@ -337,7 +337,7 @@ def test_plans_do_not_depend_on_the_instruction_set(shallow, tmp_path, monkeypat
 
     from moepack.reports.plan import plan
     from moepack.runtime.experts import backends
-    from moepack.runtime.planning import fixed
+    from moepack.runtime.planning import measure as measuring
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(backends.VARIABLE, raising=False)
@@ -357,9 +357,9 @@ def test_plans_do_not_depend_on_the_instruction_set(shallow, tmp_path, monkeypat
                     assert backends.direct_limits(
                         getattr(torch, dtype), moepack.open(shallow).versions[:1]
                     ).tolist() == [most]
-                    monkeypatch.setattr(fixed, "_known", {})
-                    workload = fixed.Workload(kv_tokens=100)
-                    needs, _ = fixed.measure(moepack.open(shallow), config, getattr(torch, dtype), CPU, workload)
+                    monkeypatch.setattr(measuring, "_known", {})
+                    workload = Workload(kv_tokens=100)
+                    needs, _ = measure(moepack.open(shallow), config, getattr(torch, dtype), CPU, workload)
                     found.add((needs.activations, needs.kept))
                     if dtype == "bfloat16":  # a plan asks for none
                         planned.add(plan(shallow, for_logits(device_memory=1 << 30)).fixed.activations)

@@ -10,7 +10,7 @@ from moepack.calibrate.experts import describe, is_experts_module
 from moepack.families.arguments import cache_in
 from moepack.families.model_class import model_of
 from moepack.runtime.kv.sizes import cache_bytes
-from moepack.runtime.planning.fixed import Workload, _measure
+from moepack.runtime.planning.measure import Workload, _measure
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
 

@@ -10,9 +10,8 @@ from live_models import wait_for
 from support import PATIENCE
 
 from moepack.pack.errors import InputError
-from moepack.runtime.kv.sizes import KvShape
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.planning.fixed import Activations, MeasuredNeeds, Workload
+from moepack.runtime.planning.fixed import Activations, KvShape, MeasuredNeeds, Workload
 from moepack.runtime.residency import kv_reserve
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.reserves import FreeReserve

@@ -18,7 +18,6 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import MEMORY_PAGE
 from moepack.runtime import attach
-from moepack.runtime.devices.cpu import READERS
 from moepack.runtime.devices.cuda_memory import ReadMemory
 from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
@@ -32,6 +31,7 @@ from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.store import files
 from moepack.runtime.store.cudart import MAPPED, PORTABLE, Cudart
 from moepack.runtime.store.files import Stored
+from moepack.runtime.store.page_file import READERS
 
 HOT = "hotness:hi=w4,lo=w4@pinned,interval=0.02,rate=0,prior=none,margin=0,slack=0"
 ROOM = 40_000  # for some of the 24 experts at w4

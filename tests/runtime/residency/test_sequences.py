@@ -224,7 +224,7 @@ def test_a_static_cache_is_not_asked_for_what_a_device_counts():
     """On a device without values, where asking fails: a prompt, tokens, and the same after it was emptied."""
     from transformers import Qwen3MoeConfig
 
-    from moepack.runtime.kv.sizes import KvShape
+    from moepack.runtime.planning.fixed import KvShape
     from moepack.runtime.residency.kv_reserve import KvBudget
 
     config = Qwen3MoeConfig(

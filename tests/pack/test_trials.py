@@ -86,7 +86,7 @@ def test_a_library_of_other_sources_is_not_opened(tmp_path, caplog):
     assert trials.open_library(Path(path), tmp_path).moepack_isa_level() >= 0
     with (tmp_path / "isa.h").open("a") as header:
         header.write("/* changed */")
-    with pytest.raises(OSError, match="_exponent.so: it was compiled from other sources: install moepack again"):
+    with pytest.raises(OSError, match=r"_exponent\.so: it was compiled from other sources: install moepack again"):
         trials.open_library(Path(path), tmp_path)
     assert [r.getMessage() for r in caplog.records] == [f"_exponent.so is not used: {trials.faults['_exponent.so']}"]
 

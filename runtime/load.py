@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import CODE_ERRORS, InputError, MoepackError, in_a_line
-from moepack.pack.hub_errors import in_one_line, reason
+from moepack.pack.hub_errors import reason
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import DENSE, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
@@ -176,26 +176,18 @@ def from_pretrained(
 
 
 def _generation_config(name: str | Path, revision: str, token: str | bool | None) -> GenerationConfig | None:
-    """Return a model's generation configuration; None without one, and for one that is not here and out of reach."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+    """Return a model's generation configuration; None without one, and where a Hub does not give it."""
     from transformers import GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME
 
-    if Path(name).exists():
-        if not (Path(name) / GENERATION_CONFIG_NAME).exists():
-            return None
-    else:
-        with in_one_line(str(name)):
-            try:
-                hf_hub_download(str(name), GENERATION_CONFIG_NAME, revision=revision, token=token)
-            except EntryNotFoundError as error:
-                if isinstance(error.__cause__, HfHubHTTPError):  # a refusal
-                    raise
-                return None
+    here = Path(name).exists()
+    if here and not (Path(name) / GENERATION_CONFIG_NAME).exists():
+        return None
     try:
         return GenerationConfig.from_pretrained(name, revision=revision, token=token)
     except Exception as error:  # the file may hold anything, or not be readable
+        if isinstance(error, OSError) and not here:
+            return None
         raise InputError(
             f"{name}: transformers does not take its {GENERATION_CONFIG_NAME}: {in_a_line(error)}"
         ) from error

@@ -221,17 +221,6 @@ def test_load_by_hub_id(client, tmp_path):
 
 
 @pytest.mark.usefixtures("pushed")
-def test_a_generation_config_that_the_hub_refuses_is_no_missing_one(client):
-    name = "generation_config.json"
-    client.hub.refuse = lambda method, path: (500, "planted") if path.endswith(name) else None
-    with pytest.raises(InputError, match=r"someone/mini: .*planted"):
-        moepack.load("someone/mini", policy="static:w2")
-    client.hub.refuse = None
-    assert client.hub.files["someone/mini"].pop(name)
-    moepack.load("someone/mini", policy="static:w2").moepack.close()
-
-
-@pytest.mark.usefixtures("pushed")
 def test_eval_and_generate_by_hub_id(client, bundle, demo_model, evaluation):
     """Bundles and plain checkpoints; the same numbers as from their directories."""
     client.hub.files["someone/model"] = {p.name: p.read_bytes() for p in demo_model.iterdir()}

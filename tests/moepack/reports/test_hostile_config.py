@@ -151,6 +151,7 @@ def test_a_generation_config_that_cannot_be_read_is_no_missing_one(fault, model,
     else:
         monkeypatch.setattr(GenerationConfig, "_dict_from_json_file", denied)
     refuses(lambda: generate(model, "The", max_new_tokens=1), match=r"generation_config\.json", seconds=60)
+    monkeypatch.undo()
     file.unlink()
     assert generate(model, "The", max_new_tokens=1)
 

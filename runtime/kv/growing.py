@@ -115,7 +115,10 @@ class GrowingLayer(DynamicLayer):
 
 @functools.cache
 def _growing(kind: type[DynamicLayer]) -> type[GrowingLayer] | None:
-    """Return the class of layers that append in place what those of `kind` copy; None for a kind of other layers."""
+    """Return the class of layers that append in place what those of `kind` copy; None for a kind of other layers.
+
+    A copied or pickled layer is of class `kind`.
+    """
     if kind is DynamicLayer:
         return GrowingLayer
     name = next((name for name in INDEXERS if hasattr(kind, name)), None)
@@ -133,8 +136,11 @@ def _growing(kind: type[DynamicLayer]) -> type[GrowingLayer] | None:
         all_keys: Tensor = getattr(self, held)
         return all_keys
 
-    parts = {name: append, "appended": (*GrowingLayer.appended, held), "_layer_type": None}  # no layer for new caches
-    return type(f"Growing{kind.__name__}", (GrowingLayer, kind), parts)
+    def reduce(self: GrowingLayer, protocol: object) -> tuple[object, ...]:
+        return kind, (), self.__dict__
+
+    parts = {name: append, "appended": (*GrowingLayer.appended, held), "__reduce_ex__": reduce}
+    return type(f"Growing{kind.__name__}", (GrowingLayer, kind), {**parts, "_layer_type": None})  # not for new caches
 
 
 def coded(new: Tensor, bits: int) -> Tensor:

@@ -1,6 +1,7 @@
 """Caches that append in place: the values of transformers' own, whatever else happens to them, and their bytes."""
 
 import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -121,6 +122,17 @@ def test_its_bytes_are_foreseen_and_within_the_workload(kind):
         assert each * tokens <= cache_bytes(cache) <= each * (50 if tokens <= 50 else tokens + SPARE)
     assert max(moved[SPARE + 35 :]) <= 2, "layers copy at different tokens"
     assert max(moved[1:29]) <= 2
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_a_saved_layer_is_transformers_own(kind):
+    cache = filled(3, kind=kind)
+    grow_in_place(cache, 0)
+    append(cache, 1, 1)
+    held = cache.layers[0]
+    made = pickle.loads(pickle.dumps(held))
+    assert type(held) is not kind and type(made) is kind
+    assert torch.equal(made.keys, held.keys) and torch.equal(indexers(made)[0], indexers(held)[0])
 
 
 def test_replaced_tensors_free_their_room():

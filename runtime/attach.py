@@ -126,6 +126,7 @@ def _replaced_on_gpu(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
 def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     """Let the compiled kernels run norms, routers and attention; return the number of modules of each class."""
     from moepack.runtime.dense.borrowed import serve_attention, serve_routers
+    from moepack.runtime.dense.indexer import serve_indexers
     from moepack.runtime.dense.latent import serve_latents
     from moepack.runtime.dense.linear_attention import serve_linear_attention
     from moepack.runtime.dense.norms import serve_norms
@@ -134,6 +135,7 @@ def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     norms = serve_norms(model)
     routers = serve_routers(model, [layer.module for layer in bundle.layers])
     attention = serve_attention(model) | serve_latents(model) | serve_linear_attention(model)
+    attention |= serve_indexers(model)
     return norms | routers | attention | serve_projections(model)
 
 

@@ -23,6 +23,7 @@ from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.step.context import current
 
 from .linears import in_place_of, learns, most_tokens
+from .selection import over_seen, sees_few
 from .values import Changed
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers has such functions by name
@@ -208,9 +209,12 @@ def _in_place_of_eager(plain: Attention) -> Attention:
     return attention
 
 
-def _seen(mask: Tensor, query: Tensor, key: Tensor) -> Tensor | None:
-    """Return which keys tokens see by a mask of numbers to add; None if it says anything else."""
-    if mask.shape != (query.shape[0], 1, query.shape[2], key.shape[2]) or not mask.dtype.is_floating_point:
+def _seen(mask: Tensor, query: Tensor, key: Tensor, groups: int = 1) -> Tensor | None:
+    """Return which keys tokens see by a mask of numbers to add; None if it says anything else.
+
+    The mask is [batch, groups, tokens, length]: with several groups, of heads that share keys.
+    """
+    if mask.shape != (query.shape[0], groups, query.shape[2], key.shape[2]) or not mask.dtype.is_floating_point:
         return None
     seen = mask == 0
     return seen if bool((seen | (mask < MASKED)).all()) else None
@@ -253,7 +257,10 @@ def _serve_eager(module: Any) -> None:
 
 @functools.cache
 def _one_token(plain: Attention) -> Attention:
-    """Return an attention function that runs the kernel for one new token without a mask, and `plain` otherwise."""
+    """Return an attention function that runs the kernel for one new token, and `plain` otherwise.
+
+    The token has no mask, or one for each head by which heads that share keys see few of them, and the same.
+    """
 
     @functools.wraps(plain)
     def attention(
@@ -261,7 +268,7 @@ def _one_token(plain: Attention) -> Attention:
     ) -> tuple[Tensor, Tensor | None]:
         if (
             query.shape[2] == 1
-            and attention_mask is None
+            and (attention_mask is None or attention_mask.shape[:2] == query.shape[:2])
             and not kwargs.get("dropout")
             and query.dtype == key.dtype == value.dtype == torch.bfloat16
             and query.device.type == "cpu"
@@ -274,10 +281,25 @@ def _one_token(plain: Attention) -> Attention:
             and query.stride(3) == key.stride(3) == value.stride(3) == 1
         ):
             scaling = kwargs.get("scaling")
-            return attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            if attention_mask is None:
+                return attend(query, key, value, scale), None
+            made = _to_few(query, key, value, scale, attention_mask)
+            if made is not None:
+                return made, None
         return plain(module, query, key, value, attention_mask, **kwargs)
 
     return attention
+
+
+def _to_few(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tensor) -> Tensor | None:
+    """Return attention of one token by a mask for each head; None if heads that share keys see other ones, or many."""
+    groups = key.shape[1]
+    each = mask.unflatten(1, (groups, -1))
+    seen = _seen(each[:, :, 0], query, key, groups)
+    if type(key) is not Tensor or seen is None or not sees_few(seen) or not bool((each == each[:, :, :1]).all()):
+        return None
+    return over_seen(lambda asked, held: attend(*asked, *held, scale), (query,), (key, value), seen)
 
 
 def with_attention(kind: Any, change: Callable[[Attention], Attention]) -> Callable[..., object]:

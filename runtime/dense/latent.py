@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from moepack.runtime.step.context import current
 from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_attention
 from .linears import FamilyModule, in_place_of, learns
 from .packed import PackedLinear
+from .selection import over_seen, sees_few
 from .values import Changed, ReadValues
 
 MAP = "kv_b_proj"
@@ -86,26 +87,40 @@ class Latents:
         rank = self.latent.shape[3]
         apart = query[..., :first].transpose(1, 2).reshape(batch * tokens, heads, first)
         lifted = maps.lift(apart).view(batch, tokens, heads, rank).transpose(1, 2)
-        keys = self.latent, self.turned
-        summed = attend((lifted, query[..., first:]), keys, self.latent, scaling, mask=mask)
+
+        def sums(asked: Sequence[Tensor], held: Sequence[Tensor], seen: Tensor | None = None) -> Tensor:
+            turned, latent = held
+            return attend((asked[0], asked[1]), (latent, turned), latent, scaling, mask=seen)
+
+        summed = self._summed(sums, (lifted, query[..., first:]), mask)
         lowered = maps.lower(summed.view(batch * tokens, heads, rank))
         return lowered.view(batch, tokens, heads, -1)
 
     def _by_torch(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         of = self.of
-        length = self.latent.shape[2]
-        tokens = query.shape[2]
         weights = of.weights(query.dtype)
-        latent = self.latent[:, 0]
         lifted = torch.einsum("bhtn,rhn->bhtr", query[..., : of.first], weights[..., : of.first])
-        scores = torch.einsum("bhtr,blr->bhtl", lifted, latent)
-        scores += torch.einsum("bhtn,bln->bhtl", query[..., of.first :], self.turned[:, 0])
-        scores *= scaling
-        if mask is None:
-            mask = torch.ones(tokens, length, dtype=torch.bool, device=query.device).tril_(length - tokens)
-        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-        summed = torch.einsum("bhtl,blr->bthr", torch.softmax(scores, dim=-1), latent)
+
+        def sums(asked: Sequence[Tensor], held: Sequence[Tensor], seen: Tensor | None = None) -> Tensor:
+            turned, latent = (part[:, 0] for part in held)
+            scores = torch.einsum("bhtr,blr->bhtl", asked[0], latent)
+            scores += torch.einsum("bhtn,bln->bhtl", asked[1], turned)
+            scores *= scaling
+            if seen is None:
+                tokens, length = scores.shape[2:]
+                seen = torch.ones(tokens, length, dtype=torch.bool, device=scores.device).tril_(length - tokens)
+            scores.masked_fill_(~seen, torch.finfo(scores.dtype).min)
+            return torch.einsum("bhtl,blr->bthr", torch.softmax(scores, dim=-1), latent)
+
+        summed = self._summed(sums, (lifted, query[..., of.first :]), mask)
         return torch.einsum("bthr,rhv->bthv", summed, weights[..., of.first :])
+
+    def _summed(self, sums: Callable[..., Tensor], asked: Sequence[Tensor], mask: Tensor | None) -> Tensor:
+        """Return sums of latents by lifted queries, [batch, tokens, heads, rank]: of those seen alone, if few are."""
+        held = self.turned, self.latent
+        if mask is not None and type(self.latent) is Tensor and sees_few(mask):
+            return over_seen(sums, asked, held, mask)
+        return sums(asked, held, mask)
 
     def by_heads(self, found: Attention, module: Any, query: Tensor, mask: Tensor | None, given: Any) -> Tensor:
         """Return attention by the function `found` over expanded latents, some heads at a time, as `attend` does.
@@ -312,13 +327,15 @@ def _trial(module: FamilyModule, of: LatentMap) -> bool:
     """Whether attention over latents has the results of a module's own expansion, of one token and of more.
 
     The lengths are those of one span of keys and of two (attention.c), with the mask of a padded sequence and without.
+    A last mask leaves as few keys as an indexer's.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     dtype = next(p.dtype for p in module.parameters() if p.dtype.is_floating_point)
     generator = torch.Generator().manual_seed(0)
     probe: Any = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)
-    for length, tokens, padded in ((9, 1, False), (40, 40, False), (9, 3, True), (1100, 1, False), (1100, 2, True)):
+    cases = ((9, 1, 9), (40, 40, 40), (9, 3, 5), (1100, 1, 1100), (1100, 2, 1096), (1100, 2, 100))
+    for length, tokens, most in cases:
         batch = 2 if length < 1100 else 1
         shapes = ((batch, 1, length, of.rank), (batch, 1, length, module.qk_rope_head_dim))
         latent, turned = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
@@ -326,9 +343,9 @@ def _trial(module: FamilyModule, of: LatentMap) -> bool:
             keys, values = module.expand_kv(latent, turned)
             query = torch.randn(batch, of.heads, tokens, keys.shape[3], generator=generator).to(dtype)
             mask = None
-            if padded:
+            if most < length:
                 mask = torch.ones(tokens, length, dtype=torch.bool).tril_(length - tokens).repeat(batch, 1, 1, 1)
-                mask[-1, :, :, :4] = False
+                mask[-1, :, :, : length - most] = False
             apart_by = query.shape[3] ** 0.5 * float(keys.float().std())
             given = {"scaling": 1 / apart_by}  # scores of about 1, as trained layers have them
             wanted = sdpa_attention_forward(probe, query, keys, values, mask, **given)[0]

@@ -46,6 +46,13 @@ class _Heads(ctypes.Structure):
     ]
 
 
+class _Index(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("q", "k", "weights", "out")),
+        *((name, WORD) for name in ("tokens", "heads", "cols", "length", "row")),
+    ]
+
+
 class _Dense(ctypes.Structure):
     _fields_ = [
         ("rows", WORD),
@@ -282,6 +289,34 @@ def attend(
     if library.moepack_affine_attend(ctypes.byref(call), WORD(threads or torch.get_num_threads())):
         raise MemoryError(f"no memory for the attention of {heads} heads")
     return rotated(out) if _is_rotated(value) else out
+
+
+def index_scores(query: Tensor, key: Tensor, weights: Tensor) -> Tensor:
+    """Return an indexer's scores: the sum over heads of weight * max(0, q k), float32 [batch, tokens, length].
+
+    Args:
+        query: bfloat16 [batch, tokens, heads, cols].
+        key: bfloat16 [batch, length, cols], rows of stride 1.
+        weights: float32 [batch, tokens, heads].
+
+    Raises:
+        ValueError: for tensors of other shapes or strides.
+        MemoryError: when memory for scores is short.
+    """
+    batch, tokens, heads, cols = query.shape
+    length = key.shape[1]
+    fits = key.shape == (batch, length, cols) and key.stride(2) == 1 and weights.shape == query.shape[:3]
+    if not fits or weights.dtype != torch.float32 or not query.dtype == key.dtype == torch.bfloat16:
+        shapes = [(t.dtype, tuple(t.shape)) for t in (query, key, weights)]
+        raise ValueError(f"query, key and weights {shapes} do not fit")
+    query, weights = query.contiguous(), weights.contiguous()
+    out = weights.new_empty(batch, tokens, length)
+    for q, k, w, made in zip(query, key, weights, out, strict=True):
+        at = (t.data_ptr() for t in (q, k, w, made))
+        call = _Index(*at, tokens, heads, cols, length, k.stride(0))
+        if library.moepack_affine_index(ctypes.byref(call), WORD(torch.get_num_threads())):
+            raise MemoryError(f"no memory for the scores of {heads} heads")
+    return out
 
 
 def _is_rotated(x: Tensor) -> bool:

@@ -3,7 +3,7 @@
 transformers' `DynamicLayer` copies all keys and values for every new token. In the 6 GB row of `benchmarks.limited` (48
 layers, 640 tokens) a profile gave that 30 ms of a decoding step of 165 ms, most of it page faults of new copies. Here a
 layer has memory for up to SPARE tokens more, and copies once that is full: each layer at another token, so that no
-token waits for all.
+token waits for all. So do the keys of an indexer, which transformers keeps beside them and copies as well.
 
 With `kv` below 16 bits a layer holds the coded rows of kernels/kv_rows.py in the place of keys and values, [batch,
 heads, tokens, bytes], so whatever crops, reorders or copies a cache works on them as they are. Attention gets
@@ -12,6 +12,7 @@ heads, tokens, bytes], so whatever crops, reorders or copies a cache works on th
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 SPARE = 16
 LATENT = 8  # the least bits of latents, which all heads read
+# What appends an indexer's keys [..., tokens, cols] in layers that keep such: its name, and that of the keys.
+INDEXERS = {"update_indexer": "indexer_keys", "update_index": "idx_keys"}
 _claiming = threading.Lock()  # copies of a layer may append in several threads
 
 
@@ -53,6 +56,7 @@ class GrowingLayer(DynamicLayer):
     number = 0
     most = 0
     spare = SPARE  # the most tokens for which it takes memory ahead; 1 takes none
+    appended: tuple[str, ...] = ("keys", "values")
     keys: Any
     values: Any
 
@@ -89,10 +93,8 @@ class GrowingLayer(DynamicLayer):
 
     def grows(self) -> int:
         """The bytes that one more token adds to the layer's memory."""
-        if not self.get_seq_length():
-            return 0
         out = 0
-        for held in (self.keys, self.values):
+        for held in self._held():
             n = held.shape[-2]
             room = _room_of(held)
             if room is None or not _has_place(room, n):
@@ -103,8 +105,42 @@ class GrowingLayer(DynamicLayer):
     @property
     def token_bytes(self) -> int:
         """The bytes of a token's keys and values."""
-        held = (self.keys, self.values) if self.get_seq_length() else ()
-        return sum(t.numel() // t.shape[-2] * t.element_size() for t in held)
+        return sum(t.numel() // t.shape[-2] * t.element_size() for t in self._held())
+
+    def _held(self) -> list[Tensor]:
+        if not self.get_seq_length():
+            return []
+        return [held for name in self.appended if (held := getattr(self, name)) is not None]
+
+
+@functools.cache
+def _growing(kind: type[DynamicLayer]) -> type[GrowingLayer] | None:
+    """Return the class of layers that append in place what those of `kind` copy; None for a kind of other layers.
+
+    A copied or pickled layer is of class `kind`.
+    """
+    if kind is DynamicLayer:
+        return GrowingLayer
+    name = next((name for name in INDEXERS if hasattr(kind, name)), None)
+    if name is None or getattr(kind, "update", None) is not DynamicLayer.update:
+        return None
+    held = INDEXERS[name]
+    own = getattr(kind, name)
+
+    def append(self: GrowingLayer, new: Tensor) -> Tensor:
+        keys = getattr(self, held, None)
+        if keys is None or torch.compiler.is_compiling() or not _is_next(keys, new):
+            made: Tensor = own(self, new)
+            return made
+        setattr(self, held, self._appended(keys, new))
+        all_keys: Tensor = getattr(self, held)
+        return all_keys
+
+    def reduce(self: GrowingLayer, protocol: object) -> tuple[object, ...]:
+        return kind, (), self.__dict__
+
+    parts = {name: append, "appended": (*GrowingLayer.appended, held), "__reduce_ex__": reduce}
+    return type(f"Growing{kind.__name__}", (GrowingLayer, kind), {**parts, "_layer_type": None})  # not for new caches
 
 
 def coded(new: Tensor, bits: int) -> Tensor:
@@ -223,8 +259,10 @@ def grow_in_place(cache: object, most: int, bits: Sequence[Bits] = ()) -> None:
                 )
             layer.__class__ = CodedKvLayer
             vars(layer).update(number=number, most=most, bits=bits[number])
-        elif kind is DynamicLayer and layer.keys is not None and layer.keys.device.type == "cpu":
-            layer.__class__ = GrowingLayer
+        elif (growing := _growing(kind)) is None or layer.keys is None or layer.keys.device.type != "cpu":
+            continue
+        elif getattr(layer, "indexer_position_ids", None) is None:
+            layer.__class__ = growing
             vars(layer).update(number=number, most=most)
 
 

@@ -250,6 +250,22 @@ TARGET static void NAME(attend)(const Attend *m, const Unit *u, float *room, flo
     }
 }
 
+/* An indexer's scores of n keys from key `at` on; `room` is zeros at first, and stays so where no number is. */
+TARGET static void NAME(index)(const Index *m, int64_t at, int64_t n, float *room) {
+    const int64_t rows = (m->heads + 3) & -4, wide = wide_of(m->cols);
+    float *products = room, *q = products + rows * STRIP, *keys = q + rows * wide;
+    for (int64_t t = 0; t < m->tokens; t++) {
+        const uint16_t *from = m->q + t * m->heads * m->cols;
+        for (int64_t h = 0; h < m->heads; h++)
+            for (int64_t c = 0; c < m->cols; c++) q[h * wide + c] = widen(from[h * m->cols + c]);
+        for (int64_t j = 0; j < n; j += KEYS) {
+            NAME(widened)(keys, m->k + (at + j) * m->row, m->row, least(KEYS, n - j), m->cols, wide);
+            NAME(dots)(q, keys, rows, wide, 1.0f, products + j, STRIP);
+        }
+        weigh(m, t, at, n, products);
+    }
+}
+
 /* One head's product of `tokens` rows of x with its matrix: by rows (dots), or by columns (sums). */
 TARGET static void NAME(head)(const Heads *m, int64_t h, const uint16_t *matrix, int64_t row, float *room) {
     const int64_t n = m->sums ? m->in : m->out_cols, cols = m->sums ? m->out_cols : m->in, wide = wide_of(cols);

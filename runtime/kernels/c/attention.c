@@ -44,6 +44,25 @@ typedef struct {
     int64_t batch, group, row, rows, from, to;
 } Unit;
 
+/* An indexer's scores: out[t][j] = sum over h of weights[t][h] * max(0, q[t][h] . k[j]). */
+typedef struct {
+    const uint16_t *q, *k; /* [tokens][heads][cols]; rows of k are `row` numbers apart */
+    const float *weights;  /* [tokens][heads] */
+    float *out;            /* [tokens][length] */
+    int64_t tokens, heads, cols, length, row;
+} Index;
+
+/* Write a token's scores of n keys from key `at` on, by its heads' products with them. */
+static inline __attribute__((always_inline)) void weigh(const Index *m, int64_t token, int64_t at, int64_t n,
+                                                        const float *products) {
+    float sums[STRIP] = {0};
+    for (int64_t h = 0; h < m->heads; h++, products += STRIP) {
+        const float weight = m->weights[token * m->heads + h];
+        for (int64_t j = 0; j < STRIP; j++) sums[j] += weight * (products[j] > 0 ? products[j] : 0);
+    }
+    memcpy(m->out + token * m->length + at, sums, (size_t)n * sizeof(float));
+}
+
 /* For each of `heads` heads, `tokens` rows of x times a matrix of its own: out = M x for M [out_cols][in], or with `sums`
  * out = M^T x for M [in][out_cols]. M is BF16 at matrix + head * matrix_at[0], rows matrix_at[1] apart; or it is unpacked
  * from rows [first + head * matrix_at[0], ...) of a packed matrix, of which it then is the transpose. */
@@ -296,21 +315,39 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
         for (int c = 0; c < 32; c++) acc[i + c] = apart[c / 8 * 4 + c % 4 + (c & 4) * 4];
     }
 }
+
+BF16 static void index_bf16(const Index *m, int64_t at, int64_t n, float *room) {
+    if (m->cols % 32 || m->heads % 4) {
+        index_avx512(m, at, n, room);
+        return;
+    }
+    const Attend shape = {.k = {.cols = m->cols}, .scale = 1.0f};
+    for (int64_t t = 0; t < m->tokens; t++) {
+        for (int64_t j = 0; j < n; j += 4) {
+            const uint16_t *k[4];
+            for (int i = 0; i < 4; i++) k[i] = m->k + (at + least(j + i, n - 1)) * m->row;
+            dots_bf16(&shape, m->q + t * m->heads * m->cols, m->cols, m->heads, k, k, room + j);
+        }
+        weigh(m, t, at, n, room);
+    }
+}
 #endif
 
 static void (*attend_rows)(const Attend *, const Unit *, float *, float *, float *, float *) = attend_plain;
+static void (*index_keys)(const Index *, int64_t, int64_t, float *) = index_plain;
 static void (*head_rows)(const Heads *, int64_t, const uint16_t *, int64_t, float *) = head_plain;
 static uint16_t (*code_group)(const float *, int64_t, int64_t, uint8_t *) = code_group_plain;
 static void (*opened_row)(const uint8_t *, int64_t, int64_t, uint16_t *) = opened_row_plain;
 
 void moepack_attend_level(int level) {
-    attend_rows = attend_plain, head_rows = head_plain;
+    attend_rows = attend_plain, head_rows = head_plain, index_keys = index_plain;
     code_group = code_group_plain, opened_row = opened_row_plain;
 #ifdef HAVE_X86
     if (level > 0) attend_rows = attend_avx2, head_rows = head_avx2, code_group = code_group_avx2, opened_row = opened_row_avx2;
-    if (level > 1) attend_rows = attend_avx512, head_rows = head_avx512;
+    if (level > 0) index_keys = index_avx2;
+    if (level > 1) attend_rows = attend_avx512, head_rows = head_avx512, index_keys = index_avx512;
     if (level > 1) code_group = code_group_avx512, opened_row = opened_row_avx512;
-    if (level > 2) attend_rows = attend_bf16;
+    if (level > 2) attend_rows = attend_bf16, index_keys = index_bf16;
 #endif
 }
 
@@ -406,6 +443,37 @@ int moepack_affine_attend(const Attend *m, int64_t threads) {
         moepack_parallel(finish_some, &run, (int)threads);
     }
     free(memory);
+    return 0;
+}
+
+typedef struct {
+    const Index *m;
+    int64_t room; /* floats of a thread */
+    float *rooms;
+    atomic_llong next, seats;
+} IndexRun;
+
+static void index_some(void *argument) {
+    IndexRun *run = argument;
+    const Index *m = run->m;
+    float *room = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
+    int64_t at;
+    while ((at = STRIP * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->length)
+        index_keys(m, at, least(STRIP, m->length - at), room);
+}
+
+/* Returns 0, or 1 when memory is short. */
+int moepack_affine_index(const Index *m, int64_t threads) {
+    const int64_t rows = (m->heads + 3) & -4, wide = wide_of(m->cols);
+    IndexRun run = {.m = m, .room = rows * (wide + STRIP) + KEYS * wide};
+    threads = least(threads, ceil_div(m->length, STRIP));
+    if (m->length * m->cols * m->tokens < 65536) threads = 1;
+    run.rooms = calloc((size_t)(run.room * threads), sizeof(float));
+    if (!run.rooms) return 1;
+    atomic_init(&run.next, 0);
+    atomic_init(&run.seats, 0);
+    moepack_parallel(index_some, &run, (int)threads);
+    free(run.rooms);
     return 0;
 }
 

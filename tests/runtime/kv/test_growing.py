@@ -1,6 +1,7 @@
 """Caches that append in place: the values of transformers' own, whatever else happens to them, and their bytes."""
 
 import copy
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,11 +12,12 @@ from hypothesis import strategies as st
 from support import PATIENCE
 from torch import Tensor
 from transformers import Gemma3TextConfig
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicIndexedLayer, DynamicLayer
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.forms import PLAIN
-from moepack.runtime.kv.growing import SPARE, GrowingLayer, coded, grow_in_place, growth
+from moepack.runtime.kv.growing import INDEXERS, SPARE, GrowingLayer, coded, grow_in_place, growth
 from moepack.runtime.kv.sizes import cache_bytes
 
 HEADS, COLS = 2, 8
@@ -30,25 +32,47 @@ def states(number, tokens):
     return made[0], made[1]
 
 
-def filled(tokens, layers=1, bits=()):
+def append(cache, number, tokens, layer=0):
+    """Append a pass's keys and values, and those of an indexer where the layer keeps such; return the latter."""
+    keys, values = states(number, tokens)
+    cache.update(keys, values, layer)
+    if hasattr(cache.layers[layer], "update_indexer"):
+        return cache.update_indexer(keys[:, 0], layer)
+    if hasattr(cache.layers[layer], "update_index"):
+        return cache.layers[layer].update_index(keys[:, :1].clone())
+    return None
+
+
+def filled(tokens, layers=1, bits=(), kind=DynamicLayer):
     cache = DynamicCache()
+    cache.layers = [kind() for _ in range(layers)]
     grow_in_place(cache, 0, bits)
     for layer in range(layers):
-        cache.update(*states(layer, tokens), layer)
+        append(cache, layer, tokens, layer)
     return cache
 
 
+def indexers(layer):
+    """An indexer's keys in a layer, if any."""
+    held = [getattr(layer, name, None) for name in INDEXERS.values()]
+    return [keys for keys in held if keys is not None]
+
+
 FORMS = ((), ((8, 8),), ((4, 8),), ((16, 4),))
+INDEXED = (DynamicIndexedLayer, MiniMaxM3VLSparseCacheLayer)
+KINDS = [(kind, ()) for kind in (DynamicLayer, *INDEXED)]
+KINDS += [(DynamicLayer, bits) for bits in FORMS[1:] if backends.library()]
 
 
-@given(ops=OPS, first=st.integers(1, 2 * SPARE), bits=st.sampled_from(FORMS if backends.library() else FORMS[:1]))
-@settings(max_examples=150)
-def test_it_holds_what_transformers_holds(ops, first, bits):
+@given(ops=OPS, first=st.integers(1, 2 * SPARE), of=st.sampled_from(KINDS))
+@settings(max_examples=200)
+def test_it_holds_what_transformers_holds(ops, first, of):
     """Two caches of each kind, which copies share: whatever one of them appends, the other keeps its own.
 
     With fewer `bits` it holds the codes of the same numbers.
     """
-    plain, ours = [filled(first)] * 2, [filled(first, bits=bits)] * 2
+    kind, bits = of
+    plain, ours = [filled(first, kind=kind)] * 2, [filled(first, bits=bits, kind=kind)] * 2
     inference = False
     for number, op in enumerate(ops):
         with torch.inference_mode(inference):
@@ -56,7 +80,8 @@ def test_it_holds_what_transformers_holds(ops, first, bits):
             for pair in (plain, ours):
                 cache = pair[0]
                 if op in ("one", "some"):
-                    cache.update(*states(number, 1 if op == "one" else 3), 0)
+                    appended = append(cache, number, 1 if op == "one" else 3)
+                    assert appended is None or torch.equal(appended, indexers(cache.layers[0])[0])
                 elif op == "crop" and cache.get_seq_length() > 1:
                     cache.crop(-1)
                 elif op == "reorder":
@@ -68,32 +93,46 @@ def test_it_holds_what_transformers_holds(ops, first, bits):
                     pair[1] = copy.deepcopy(cache)
                 elif op == "reset":
                     cache.reset()
-                    cache.update(*states(number, 2), 0)
+                    append(cache, number, 2)
                 elif op == "swap":
                     pair.reverse()
         inference ^= op == "mode"
         for mine, wanted in zip(ours, plain, strict=True):
             for a, b in zip(mine.layers, wanted.layers, strict=True):
-                of = bits[0] if bits else (PLAIN, PLAIN)
-                assert torch.equal(a.keys, coded(b.keys, of[0])) and torch.equal(a.values, coded(b.values, of[1])), op
+                sizes = bits[0] if bits else (PLAIN, PLAIN)
+                assert torch.equal(a.keys, coded(b.keys, sizes[0])), op
+                assert torch.equal(a.values, coded(b.values, sizes[1])), op
+                assert all(map(torch.equal, indexers(a), indexers(b))) and len(indexers(a)) == len(indexers(b)), op
 
 
-def test_its_bytes_are_foreseen_and_within_the_workload():
-    cache = filled(20, layers=20)
+@pytest.mark.parametrize("kind", [DynamicLayer, *INDEXED])
+def test_its_bytes_are_foreseen_and_within_the_workload(kind):
+    cache = filled(20, layers=20, kind=kind)
     grow_in_place(cache, 50)
+    each = 20 * 2 * (TOKEN + (0 if kind is DynamicLayer else COLS * 2))
     moved = []
     for tokens in range(21, 90):
         before, (more, token, alone) = cache_bytes(cache), growth(cache)
-        assert token == 20 * TOKEN * 2 and alone
+        assert token == each and alone
         held = [layer.keys.data_ptr() for layer in cache.layers]
         for layer in range(20):
-            cache.update(*states(tokens, 1), layer)
+            append(cache, tokens, 1, layer)
         assert cache_bytes(cache) == before + more
         moved.append(sum(a != layer.keys.data_ptr() for a, layer in zip(held, cache.layers, strict=True)))
-        most = 20 * TOKEN * 2 * (50 if tokens <= 50 else tokens + SPARE)
-        assert 20 * TOKEN * 2 * tokens <= cache_bytes(cache) <= most
+        assert each * tokens <= cache_bytes(cache) <= each * (50 if tokens <= 50 else tokens + SPARE)
     assert max(moved[SPARE + 35 :]) <= 2, "layers copy at different tokens"
     assert max(moved[1:29]) <= 2
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_a_saved_layer_is_transformers_own(kind):
+    cache = filled(3, kind=kind)
+    grow_in_place(cache, 0)
+    append(cache, 1, 1)
+    held = cache.layers[0]
+    made = pickle.loads(pickle.dumps(held))
+    assert type(held) is not kind and type(made) is kind
+    assert torch.equal(made.keys, held.keys) and torch.equal(indexers(made)[0], indexers(held)[0])
 
 
 def test_replaced_tensors_free_their_room():

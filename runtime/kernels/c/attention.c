@@ -315,22 +315,6 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
         for (int c = 0; c < 32; c++) acc[i + c] = apart[c / 8 * 4 + c % 4 + (c & 4) * 4];
     }
 }
-
-BF16 static void index_bf16(const Index *m, int64_t at, int64_t n, float *room) {
-    if (m->cols % 32 || m->heads % 4) {
-        index_avx512(m, at, n, room);
-        return;
-    }
-    const Attend shape = {.k = {.cols = m->cols}, .scale = 1.0f};
-    for (int64_t t = 0; t < m->tokens; t++) {
-        for (int64_t j = 0; j < n; j += 4) {
-            const uint16_t *k[4];
-            for (int i = 0; i < 4; i++) k[i] = m->k + (at + least(j + i, n - 1)) * m->row;
-            dots_bf16(&shape, m->q + t * m->heads * m->cols, m->cols, m->heads, k, k, room + j);
-        }
-        weigh(m, t, at, n, room);
-    }
-}
 #endif
 
 static void (*attend_rows)(const Attend *, const Unit *, float *, float *, float *, float *) = attend_plain;
@@ -347,7 +331,7 @@ void moepack_attend_level(int level) {
     if (level > 0) index_keys = index_avx2;
     if (level > 1) attend_rows = attend_avx512, head_rows = head_avx512, index_keys = index_avx512;
     if (level > 1) code_group = code_group_avx512, opened_row = opened_row_avx512;
-    if (level > 2) attend_rows = attend_bf16, index_keys = index_bf16;
+    if (level > 2) attend_rows = attend_bf16;
 #endif
 }
 

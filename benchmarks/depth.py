@@ -132,7 +132,7 @@ def measured(name: str, depths: Sequence[int]) -> list[Row]:
     """The layer's rows, by depth."""
     kind, facts = (LAYERS | INDEXED)[name]
     torch.manual_seed(0)
-    own: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **COMMON, **facts), dtype=torch.bfloat16)
+    own: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(COMMON | facts)), dtype=torch.bfloat16)
     sides = {"own": own.eval(), "ours": served(copy.deepcopy(own)).eval()}
     rows = []
     for depth in depths:

@@ -132,7 +132,7 @@ def one_layer(name: str) -> Any:
     """A model of one layer of LAYERS or INDEXED, with random weights."""
     kind, facts = (LAYERS | INDEXED)[name]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **COMMON, **facts)
+    config = AutoConfig.for_model(kind, **(COMMON | facts))
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 

@@ -299,7 +299,7 @@ def _to_few(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tenso
     seen = _seen(each[:, :, 0], query, key, groups)
     if type(key) is not Tensor or seen is None or not sees_few(seen) or not bool((each == each[:, :, :1]).all()):
         return None
-    return over_seen(lambda asked, held: attend(*asked, *held, scale), (query,), (key, value), seen)
+    return over_seen(lambda asked, held: attend(asked[0], held[0], held[1], scale), (query,), (key, value), seen)
 
 
 def with_attention(kind: Any, change: Callable[[Attention], Attention]) -> Callable[..., object]:

@@ -249,7 +249,7 @@ def grow_in_place(cache: object, most: int, bits: Sequence[Bits] = ()) -> None:
     while len(layers) < len(bits) and getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
         layers.append(DynamicLayer())  # which the cache would do when the layer is reached
     for number, layer in enumerate(layers):
-        kind = type(layer)
+        kind: Any = type(layer)
         coded = number < len(bits) and bits[number] != (PLAIN, PLAIN)
         if coded:
             if kind is not CodedKvLayer and (kind is not DynamicLayer or layer.get_seq_length()):

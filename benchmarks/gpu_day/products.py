@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernels import gpu
-from benchmarks.kernels.layers import _random
+from benchmarks.kernels.layers import _random, module_like
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts.forward import reference_forward
 from moepack.runtime.experts.gpu import forward
@@ -55,7 +55,7 @@ def error(setting: Setting, version: Version, dtype: torch.dtype, tokens: int, b
     x = torch.randn(tokens, hidden, device=setting.torch).to(dtype)
     index = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).to(setting.torch)
     gates = torch.rand(tokens, top_k, device=setting.torch)
-    module = gpu.module_like()
+    module = module_like()
     with torch.inference_mode():
         got = forward(LayerCall(module, layer, x, index, gates)).double()
         want = reference_forward(LayerCall(module, layer, x.float(), index, gates)).double()

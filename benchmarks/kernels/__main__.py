@@ -31,9 +31,9 @@ import torch
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, lower_quartile
 from benchmarks.decoding import Passes, passes
-from moepack.pack.spec import Matrix
+from moepack.pack.spec import ExpertLayer, Matrix
 
-from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Layer, Module, Pool, routed, torch_forward
+from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Pool, module_like, routed, torch_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,8 +62,9 @@ def measure(
 ) -> list[Row]:
     """A row a version (bf16 and those of `versions`, or all), and one for a layer whose experts are in all of them."""
     from moepack.runtime.experts.cpu import forward
-    from moepack.runtime.experts.handles import LayerCall
+    from moepack.runtime.experts.handles import NOTHING, LayerCall, LayerExperts
     from moepack.runtime.kernels.affine_native import read
+    from moepack.runtime.kernels.reference import plain_weights, sections_of
 
     hidden, inner, experts, top_k = SHAPES[shape]
     matrices = (Matrix("gate_up", 2 * inner, hidden), Matrix("down", hidden, inner))
@@ -80,28 +81,30 @@ def measure(
         least = len(used) * 2 if tokens < 64 else len(used)
         size = v.resident_size(matrices)
         pools[v.name] = Pool(matrices, v, max(least, min(caches // size, 40 * least)), pages)
-    module = Module()
+    module = module_like()
     work: dict[str, Timed] = {}
 
     def layer_of(versions: list[str]) -> Timed:
-        layer = Layer(matrices, experts)
+        layer = LayerExperts(ExpertLayer(0, "experts", experts, matrices), every, torch.device("cpu"))
+        for e in range(experts):
+            layer.publish(e, NOTHING)
 
         def prepared(i: int) -> Callable[[], object]:
             for k, e in enumerate(used):
                 pool = pools[versions[k]]
-                layer.use(e, pool, (i * len(used) + k) % len(pool))
-            return partial(forward, LayerCall(module, layer, x, index, gates))  # type: ignore[arg-type]
+                layer.publish(e, layer.of.over(pool.version, pool[(i * len(used) + k) % len(pool)]))
+            return partial(forward, LayerCall(module, layer.current, x, index, gates))
 
         return Timed(prepared)
 
     def torch_run() -> Timed:
-        layer = Layer(matrices, experts)
+        pool = pools["bf16"]
+        sections = sections_of(matrices, pool.version)
 
         def prepared(i: int) -> Callable[[], object]:
             weights: list[Sequence[torch.Tensor]] = [()] * experts
             for k, e in enumerate(used):
-                layer.use(e, pools["bf16"], (i * len(used) + k + len(used)) % len(pools["bf16"]))
-                weights[e] = layer.handles[e].weights
+                weights[e] = plain_weights(pool[(i * len(used) + k + len(used)) % len(pool)], sections)
             return partial(torch_forward, weights, x, index, gates)
 
         return Timed(prepared)
@@ -172,7 +175,7 @@ def dequantised(matrices: tuple[Matrix, ...], pool: Pool) -> float:
     for which in range(3):
         began = clock()
         for i, m in enumerate(matrices):
-            dequantise(pool.memory[which][: pool.size], sections[i], m, pool.version.at(i), torch.bfloat16)
+            dequantise(pool[which], sections[i], m, pool.version.at(i), torch.bfloat16)
         times.append(clock() - began)
     return statistics.median(times)
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -23,15 +23,9 @@ from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
 from moepack.runtime.kernels.affine_triton import DECODE
 from moepack.runtime.kernels.routing_triton import Routing, fits, route
 
+from .layers import module_like
+
 T = TypeVar("T")
-
-
-def module_like() -> Any:
-    """An experts module whose gate is silu(gate) * up, which the kernel fuses."""
-    from transformers.integrations.moe import _default_apply_gate
-
-    members = {"has_gate": True, "act_fn": torch.nn.SiLU(), "_apply_gate": _default_apply_gate}
-    return type("Experts", (), members)()
 
 
 def layer_like(

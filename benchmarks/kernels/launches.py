@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.jit import JITFunction
 
-from benchmarks.kernels.gpu import module_like
+from benchmarks.kernels.layers import module_like
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall

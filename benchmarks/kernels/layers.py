@@ -1,19 +1,18 @@
-"""One layer of generated experts for benchmarks: memory, handles, torch's side, routing."""
+"""Generated experts for benchmarks: memory, a module, torch's side, routing."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.released import CODES, ReleasedMatrix
-from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.runtime.kernels.forms import handle
+from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 
 SHAPES = {  # hidden, intermediate, experts, top_k
@@ -63,6 +62,10 @@ class Pool:
     def __len__(self) -> int:
         return len(self.memory)
 
+    def __getitem__(self, which: int) -> torch.Tensor:
+        """One expert's extent."""
+        return self.memory[which][: self.size]
+
 
 def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
     if version.zero == "none":
@@ -91,44 +94,12 @@ def _released(m: Matrix, version: Version, rng: np.random.Generator) -> Released
     return ReleasedMatrix(codes, scale, outer)
 
 
-class Layer:
-    """What the forward reads of a layer and its snapshot: handles that a benchmark moves from expert to expert."""
+def module_like() -> Any:
+    """An experts module whose gate is silu(gate) * up, which kernels fuse."""
+    from transformers.integrations.moe import _default_apply_gate
 
-    def __init__(self, matrices: tuple[Matrix, ...], experts: int) -> None:
-        from moepack.runtime.kernels.affine_native import LayerForms
-
-        self.of = self
-        self.layer = ExpertLayer(0, "experts", experts, matrices)
-        self.device = torch.device("cpu")
-        self.versions = (*VERSIONS, *RELEASED, *MIXED)
-        self.native = LayerForms(matrices, self.versions)
-        self.gated: object = None
-        self.table = np.zeros(experts, np.uint64)
-        self.handles: list[SimpleNamespace | None] = [None] * experts
-        self._made: dict[tuple[str, int], tuple[int, SimpleNamespace]] = {}
-
-    def use(self, expert: int, pool: Pool, which: int) -> None:
-        """Let an expert be the pool's number `which`."""
-        key = (pool.version.name, which)
-        if key not in self._made:
-            extent = pool.memory[which][: pool.size]
-            weights = plain_weights(extent, sections_of(self.layer.matrices, pool.version))
-            address = handle(int(pool.addresses[which]), self.native.numbers[pool.version.name])
-            self._made[key] = (address, SimpleNamespace(version=pool.version, extent=extent, weights=weights))
-        self.table[expert], self.handles[expert] = self._made[key]
-
-    def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> None:
-        """None: these experts have no biases."""
-
-
-class Module:
-    """The part of a transformers experts module that the forward calls."""
-
-    has_gate = True
-
-    def _apply_gate(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate) * up
+    members = {"has_gate": True, "act_fn": torch.nn.SiLU(), "_apply_gate": _default_apply_gate}
+    return type("Experts", (), members)()
 
 
 def torch_forward(

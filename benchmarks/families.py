@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from moepack.runtime.served_model import CausalModel
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "families.json"
 RECIPE = """
 versions: [bf16, w4]
 quantize: {method: rtn, group_size: 32, loss_tokens: 32}

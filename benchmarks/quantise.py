@@ -31,6 +31,7 @@ METHODS = ("gptq", "gptqmodel", "hqq", "rtn")
 WIDTHS = ("w4", "w3", "w2", "w1")
 GROUP = 64
 LENGTH = 256  # tokens of a window
+RUNS = 3  # timed runs of the generated experts
 ENOUGH = 64  # held-out tokens that an expert's error is measured on, at the least
 Errors = dict[str, dict[str, list[float]]]  # method -> version -> one error an expert
 
@@ -188,13 +189,11 @@ def main() -> None:
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
     parser.add_argument("--windows", type=int, default=384, help="windows of 256 tokens, of each")
-    parser.add_argument("--every", type=int, default=1, help="take every so manyth expert of the checkpoint's layers")
-    parser.add_argument("--runs", type=int, default=3, help="timed runs of the generated experts")
     args = parser.parse_args()
     versions = [Version.of(v, GROUP) for v in WIDTHS]
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))
     calibration, data = texts(args)
-    windows, every = (48, 4) if args.quick else (args.windows, args.every)
+    windows, every = (48, 4) if args.quick else (args.windows, 1)
     warm = generated(64, 128)
     measure(warm, versions, 1, {}, {})
 
@@ -210,7 +209,7 @@ def main() -> None:
         held.extend(targets(name, errors, seconds, is_generated))
 
     for r, c in shapes:
-        add(f"generated {r}x{c}", functools.partial(lambda *shape: iter([generated(*shape)]), r, c), args.runs, True)
+        add(f"generated {r}x{c}", functools.partial(lambda *shape: iter([generated(*shape)]), r, c), RUNS, True)
     name = args.checkpoint.name
     add(name, lambda: of_checkpoint(args.checkpoint, calibration, data, (windows, windows), every), 1, False)
     title = f"Relative output error on held-out tokens (geometric means), groups of {GROUP}; time of w4 + w3 + w2"

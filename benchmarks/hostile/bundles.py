@@ -22,7 +22,7 @@ from moepack.pack.codec.bits import Bf16Bits, Buffer
 from moepack.pack.codec.lossless import LosslessMatrix
 from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import MoepackError
-from moepack.pack.manifest import MANIFEST, Manifest
+from moepack.pack.manifest import MANIFEST, Manifest, canonical
 from moepack.pack.reader import open_bundle, verify
 from moepack.pack.safetensors_file import make_header
 from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version, dense_layers
@@ -30,7 +30,7 @@ from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
 from moepack.pipeline.shrink import shrink
 
-from .edits import Case, Subject, change, damaged
+from .edits import Case, Subject, change, damaged, header_of, with_header
 
 LAYERS = tuple(
     ExpertLayer(n, f"model.layers.{n}.mlp.experts", 2, (Matrix("gate_up", 16, 64), Matrix("down", 64, 8)))
@@ -86,13 +86,8 @@ class BundleCase(Case):
         """The manifest's bytes; now and then its digest is left wrong."""
         document = dict(self.manifest)
         if self.chance.random() < 0.95:
-            document["sha256"] = hashlib.sha256(_canonical(document)).hexdigest()
-        return _canonical(document)
-
-
-def _canonical(document: object) -> bytes:
-    text = json.dumps(document, sort_keys=True, indent=1, ensure_ascii=True)
-    return (text + "\n").encode()
+            document["sha256"] = hashlib.sha256(canonical(document)).hexdigest()
+        return canonical(document)
 
 
 def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
@@ -175,15 +170,14 @@ def texts(case: BundleCase) -> None:
 def headers(case: BundleCase) -> None:
     """A layer file's header: overlapping extents, holes, counts, names, digests; the file's size stays right."""
     name = case.chance.choice([n for n in case.files if n.startswith(PACKED)])
-    data = case.files[name]
-    assert data is not None
-    (length,) = struct.unpack("<Q", data[:8])
-    document = json.loads(data[8 : 8 + length])
+    data = case.data(name)
+    document, body = header_of(data)
+    length = len(data) - len(body) - 8
     change(document, case.chance)
-    text = json.dumps(document, separators=(",", ":")).encode()
-    if len(text) <= length or case.chance.random() < 0.5:
-        text = text.ljust(length)
-    case.files[name] = struct.pack("<Q", len(text)) + text + data[8 + length :]
+    changed = with_header(document, body)
+    if len(changed) <= len(data) or case.chance.random() < 0.5:
+        changed = with_header(document, body, length)
+    case.files[name] = changed
     if case.chance.random() < 0.9:
         case.sign(name)
 
@@ -191,11 +185,9 @@ def headers(case: BundleCase) -> None:
 def extents(case: BundleCase) -> None:
     """An extent's bytes, with its digest and those above it made right again."""
     name = case.chance.choice([n for n in case.files if n.startswith(PACKED)])
-    data = case.files[name]
-    assert data is not None
-    (length,) = struct.unpack("<Q", data[:8])
-    head = json.loads(data[8 : 8 + length])
-    body = bytearray(data[8 + length :])
+    data = case.data(name)
+    head, rest = header_of(data)
+    body = bytearray(rest)
     tensors = sorted(n for n in head if n != "__metadata__")
     number = case.chance.randrange(len(tensors))
     begin, end = head[tensors[number]]["data_offsets"]
@@ -205,21 +197,17 @@ def extents(case: BundleCase) -> None:
     digests = head["__metadata__"]["sha256"].split(",")
     digests[number] = hashlib.sha256(body[begin:end]).hexdigest()
     head["__metadata__"]["sha256"] = ",".join(digests)
-    text = json.dumps(head, separators=(",", ":")).encode().ljust(length)
-    case.files[name] = data[:8] + text[:length] + bytes(body[: len(data) - 8 - length])
+    case.files[name] = with_header(head, bytes(body), len(data) - len(rest) - 8)
     case.sign(name)
 
 
 def tables(case: BundleCase) -> None:
     """The loss tables, header or bytes."""
-    data = case.files[TABLES]
-    assert data is not None
+    data = case.data(TABLES)
     if case.chance.random() < 0.6:
-        (length,) = struct.unpack("<Q", data[:8])
-        document = json.loads(data[8 : 8 + length])
+        document, body = header_of(data)
         change(document, case.chance)
-        text = json.dumps(document).encode()
-        case.files[TABLES] = struct.pack("<Q", len(text)) + text + data[8 + length :]
+        case.files[TABLES] = with_header(document, body)
     else:
         case.files[TABLES] = damaged(data, case.chance)
     case.sign(TABLES)
@@ -249,9 +237,7 @@ def links(case: BundleCase) -> None:
 def bodies(case: BundleCase) -> None:
     """Any file's bytes, its size and digests made right again or not."""
     name = case.chance.choice([n for n in case.files if n != MANIFEST])
-    data = case.files[name]
-    assert data is not None
-    case.files[name] = damaged(data, case.chance)
+    case.files[name] = damaged(case.data(name), case.chance)
     if case.chance.random() < 0.7:
         case.sign(name)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from moepack.calibrate.released.values import decode
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import MoepackError
 
-from .edits import Case, Subject, change, damaged
+from .edits import Case, Subject, change, damaged, header_of, with_header
 
 CONFIG = "config.json"
 TENSORS = "model.safetensors"
@@ -96,7 +95,7 @@ def whole(path: Path, name: str) -> None:
 
 def settings(case: Case) -> None:
     """What config.json says of the quantisation."""
-    document = json.loads(_data(case, CONFIG))
+    document = json.loads(case.data(CONFIG))
     said = {k: document.pop(k) for k in ("quantization_config", "expert_dtype") if k in document}
     for _ in range(case.chance.choice((1, 1, 2, 3))):
         change(said, case.chance)
@@ -105,22 +104,19 @@ def settings(case: Case) -> None:
 
 def tensors(case: Case) -> None:
     """The header of the tensors: dtypes, shapes, places, names."""
-    data = _data(case, TENSORS)
-    (length,) = struct.unpack("<Q", data[:8])
-    document = json.loads(data[8 : 8 + length])
+    document, body = header_of(case.data(TENSORS))
     change(document, case.chance)
-    text = json.dumps(document, separators=(",", ":")).encode()
-    case.files[TENSORS] = struct.pack("<Q", len(text)) + text + data[8 + length :]
+    case.files[TENSORS] = with_header(document, body)
 
 
 def numbers(case: Case) -> None:
     """Bytes of codes, scales and other tensors; the file's size stays right."""
-    data = bytearray(_data(case, TENSORS))
-    (length,) = struct.unpack("<Q", data[:8])
-    entries = [v["data_offsets"] for k, v in json.loads(data[8 : 8 + length]).items() if ".experts." in k]
+    data = bytearray(case.data(TENSORS))
+    document, body = header_of(data)
+    entries = [v["data_offsets"] for k, v in document.items() if ".experts." in k]
     for _ in range(case.chance.choice((1, 4, 64))):
         begin, end = case.chance.choice(entries)
-        at = 8 + length + case.chance.randrange(begin, end)
+        at = len(data) - len(body) + case.chance.randrange(begin, end)
         data[at] = case.chance.choice((0, 0x7F, 0x80, 0xFF, case.chance.getrandbits(8)))
     case.files[TENSORS] = bytes(data)
 
@@ -128,13 +124,7 @@ def numbers(case: Case) -> None:
 def files(case: Case) -> None:
     """Any bytes of one of the files."""
     name = case.chance.choice((CONFIG, TENSORS))
-    case.files[name] = damaged(_data(case, name), case.chance)
-
-
-def _data(case: Case, name: str) -> bytes:
-    data = case.files[name]
-    assert data is not None
-    return data
+    case.files[name] = damaged(case.data(name), case.chance)
 
 
 def attempt(root: Path, out: Path, writes: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import shutil
 import struct
@@ -44,6 +45,12 @@ class Case:
         self.others: dict[str, Callable[[Path], object]] = {}
         self.chance = chance
         self.outside = outside
+
+    def data(self, name: str) -> bytes:
+        """The bytes of a file that is there."""
+        data = self.files[name]
+        assert data is not None
+        return data
 
     def write(self, root: Path) -> None:
         """Make the directory of it, whatever stands there."""
@@ -111,6 +118,18 @@ def change(document: Any, chance: random.Random) -> None:
         for key in chance.choice(places):
             other = other[key]
         where[at[-1]] = copy.deepcopy(other)
+
+
+def header_of(data: bytes | bytearray) -> tuple[Any, bytes]:
+    """The header of a safetensors file, and the bytes behind it."""
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), bytes(data[8 + length :])
+
+
+def with_header(document: object, body: bytes, size: int = 0) -> bytes:
+    """A safetensors file; its header is filled up to `size` bytes."""
+    text = json.dumps(document, separators=(",", ":")).encode().ljust(size)
+    return struct.pack("<Q", len(text)) + text + body
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:

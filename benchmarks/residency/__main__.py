@@ -35,18 +35,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=128, help="windows to serve, a file")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--dtype", default="bfloat16", help="of activations")
-    parser.add_argument("--interval", type=float, default=0.1, help="T_u in seconds: these sessions are short")
-    parser.add_argument("--rate", type=float, default=200.0, help="megabytes a second for promotions")
-    parser.add_argument("--turns", type=int, default=16, help="of decoding, half of them with promotions")
-    parser.add_argument("--steps", type=int, default=100, help="tokens a turn")
     args = parser.parse_args()
     quiet_libraries()
     _, data = texts(args)
     if args.quick:
         args.windows = 32
         args.samples = 32
-        args.turns = 4
-        args.steps = 40
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         versions = ", ".join(dict.fromkeys(["bf16", "w4", "w3", args.low]))

@@ -14,7 +14,7 @@ from benchmarks.common import Row, Target
 from moepack.families.arguments import cache_in, with_cache
 from moepack.runtime.planning.capacity import base_bytes
 
-PLENTY = 1 << 40  # bytes: a budget that nothing comes near
+from .quality import PLENTY, RATE
 
 
 def tpot(bundle: Path, low: str, options: argparse.Namespace) -> tuple[list[Row], list[Target]]:
@@ -23,7 +23,7 @@ def tpot(bundle: Path, low: str, options: argparse.Namespace) -> tuple[list[Row]
     Half of the experts fit at bf16. A turn with swaps wants one half and, once that is there, the other: each swap is a
     low version fetched, a bf16 one freed, another fetched.
     """
-    policy = f"hotness:hi=bf16,lo={low},between=no,interval=1e9,rate={options.rate}"
+    policy = f"hotness:hi=bf16,lo={low},between=no,interval=1e9,rate={RATE}"
     dtype = getattr(torch, options.dtype)
     model = moepack.load(bundle, policy=policy, device_memory=PLENTY, dtype=dtype)
     live = model.moepack.manager
@@ -36,16 +36,17 @@ def tpot(bundle: Path, low: str, options: argparse.Namespace) -> tuple[list[Row]
     assert live is not None
     keys = list(live.residency.entries)
     halves = [dict.fromkeys(keys[i::2][:-8], 0) for i in range(2)]  # with room for a KV reserve
+    turns, steps = (4, 40) if options.quick else (16, 100)  # of decoding, half of them with promotions; tokens of each
     times: dict[bool, list[float]] = {False: [], True: []}
     moved = 0
     seconds = 0.0
     with torch.inference_mode():
-        for turn in range(options.turns):
+        for turn in range(turns):
             forced = bool(turn % 2)
             out = model(torch.ones(1, 32, dtype=torch.long), use_cache=True)
             before = live.device.moved
             began_at = time.perf_counter()
-            for step in range(options.steps):
+            for step in range(steps):
                 if forced and not live.transitions.queues().updates and not len(live.residency.flying):
                     halves.reverse()
                     live.transitions.want(halves[0])

@@ -18,6 +18,8 @@ from moepack.runtime.planning.plan import Plan
 from moepack.runtime.trace import read_trace
 
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
+INTERVAL = 0.1  # T_u in seconds: these sessions are short
+RATE = 200  # megabytes a second for promotions
 SHARES = (0.2, 0.4, 0.6)  # of the way from all-low to all-bf16
 
 
@@ -61,7 +63,7 @@ def quality(
     rows = [row("", f"all {low}", all_low), row("", "all bf16", all_high)]
     targets = []
     span = all_high.resident_bytes_peak - all_low.resident_bytes_peak
-    timing = f"interval={options.interval},rate={options.rate}"
+    timing = f"interval={INTERVAL},rate={RATE}"
     hot = f"hotness:hi=bf16,lo={low},between=no,{timing}"
     model = moepack.load(bundle, policy=hot, device_memory=PLENTY, dtype=getattr(torch, options.dtype))
     manager = model.moepack.manager

@@ -175,13 +175,19 @@ def pull(
     from moepack.hub import pull as run
 
     if program is not None:
+        from moepack.export import Wanted
+        from moepack.hub import pull_for
+
         plain = LoadOptions()
         given = {"--versions": versions, "--add": add}
         given |= {f"--{n.replace('_', '-')}": getattr(options, n) != getattr(plain, n) for n in _PLANNED}
         if left := [name for name, value in given.items() if value]:
             raise InputError(f"--for {program} chooses what it needs: leave {' and '.join(left)} out")
         size = None if options.device_memory is None else str(options.device_memory)
-        _pull_for(repo, output, program, bits, size, dense, revision, as_json, quiet)
+        wanted = Wanted(bits, fit=size, dense=dense or None)
+        with progress(quiet) as reporter:
+            made = pull_for(repo, output, program, wanted, revision, reporter)
+        _tell(made, as_json)
         return
     if bits is not None:
         raise InputError("--bits needs --for; to choose versions without --for, use --versions")
@@ -194,23 +200,3 @@ def pull(
         print_json({"bundle": str(path), "versions": [v.name for v in open_bundle(path).versions]})
     else:
         typer.echo(f"{path}: complete and verified")
-
-
-def _pull_for(
-    repo: str,
-    output: Path,
-    program: str,
-    bits: str | None,
-    fit: str | None,
-    dense: str,
-    revision: str | None,
-    as_json: bool,
-    quiet: bool,
-) -> None:
-    """Fetch and export."""
-    from moepack.export import Wanted
-    from moepack.hub import pull_for as run
-
-    with progress(quiet) as reporter:
-        made = run(repo, output, program, Wanted(bits, fit=fit, dense=dense or None), revision, reporter)
-    _tell(made, as_json)

@@ -18,6 +18,7 @@ from moepack.server.tools.parts import AnswerPart, AnswerReader
 
 from .parse import Request
 from .said import Said
+from .toolbox import said_call
 
 
 @dataclass(slots=True)
@@ -144,7 +145,7 @@ class ChatReply(Reply):
         if said.reasoning:
             message["reasoning_content"] = said.reasoning
         if said.calls:
-            message["tool_calls"] = [_whole_call(call.id, call.name, call.arguments) for call in said.calls]
+            message["tool_calls"] = [said_call(call.id, call.name, call.arguments) for call in said.calls]
         logprobs = self._logprobs(choice.scored)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": said.finish}
 
@@ -169,7 +170,7 @@ class ChatReply(Reply):
         """Yield the changes of a message by new parts, of which the first call is the one after `calls`."""
         for part in parts:
             if part.kind == "call":
-                yield {"tool_calls": [{"index": calls, **_whole_call(said.calls[calls].id, part.text, "")}]}
+                yield {"tool_calls": [{"index": calls, **said_call(said.calls[calls].id, part.text, "")}]}
                 calls += 1
             elif part.kind == "arguments":
                 yield {"tool_calls": [{"index": calls - 1, "function": {"arguments": part.text}}]}
@@ -186,10 +187,6 @@ class ChatReply(Reply):
 
         content = [{**one(s.token, s.logprob), "top_logprobs": [one(*pair) for pair in s.top]} for s in scored]
         return {"content": content, "refusal": None}
-
-
-def _whole_call(call: str, name: str, arguments: str) -> dict[str, object]:
-    return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _chat_piece(

@@ -134,8 +134,8 @@ class EarlierCall(OpenBody):
         return said_call(self.id, self.function.name, self.function.arguments)
 
 
-def said_call(call: str, name: str, arguments: Object) -> Object:
-    """An earlier call as templates read it: they need its arguments as an object."""
+def said_call(call: str, name: str, arguments: Object | str) -> Object:
+    """A call as clients read it, with its arguments as JSON; or as templates do, which need them as an object."""
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 

@@ -121,32 +121,41 @@ class PlainReader:
         return []
 
 
-class JsonOrCalls(StateReader):
+class LeavingReader(StateReader):
+    """A reader of an answer's beginning, which leaves the rest to another reader."""
+
+    def __init__(self, state: Callable[[], bool], inner: AnswerReader) -> None:
+        """Begin in a state; after `rest`, the answer goes to `inner`."""
+        super().__init__(state)
+        self.inner = inner
+
+    def end(self, unfinished: bool = False) -> list[AnswerPart]:
+        """Return what was held back, at the end of the answer."""
+        return [*super().end(unfinished), *self.inner.end(unfinished)]
+
+    def rest(self) -> bool:
+        """Behind the beginning."""
+        text = self.held
+        self.held = ""
+        self.parts += self.inner.push(text)
+        return False
+
+
+class JsonOrCalls(LeavingReader):
     """A reader of answers that are JSON or calls. JSON is content, whatever marks its strings hold."""
 
     def __init__(self, calls: AnswerReader) -> None:
         """Leave an answer that begins with a call's mark to the reader `calls`."""
-        super().__init__(self._begin)
-        self._inner = calls
-
-    def end(self, unfinished: bool = False) -> list[AnswerPart]:
-        """Return what was held back, at the end of the answer."""
-        return [*super().end(unfinished), *self._inner.end(unfinished)]
+        super().__init__(self._begin, calls)
 
     def _begin(self) -> bool:
         begins = self.held.lstrip()
         if not begins:
             return False
         if not begins.startswith("<"):  # as all marks do, and no JSON
-            self._inner = PlainReader()
-        self.state = self._rest
+            self.inner = PlainReader()
+        self.state = self.rest
         return True
-
-    def _rest(self) -> bool:
-        text = self.held
-        self.held = ""
-        self.parts += self._inner.push(text)
-        return False
 
 
 def cut(text: str, marks: tuple[str, ...], ended: bool) -> tuple[str, str | None, str]:

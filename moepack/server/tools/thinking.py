@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from .parts import AnswerPart, AnswerReader, StateReader
+from .parts import AnswerReader, LeavingReader
 
 OPEN = "<think>"
 CLOSE = "</think>"
 
 
-class Thinking(StateReader):
+class Thinking(LeavingReader):
     """A reader that takes reasoning off an answer's beginning, and leaves the rest to another reader."""
 
     def __init__(self, inner: AnswerReader, opened: bool) -> None:
         """Read an answer; `opened` says that its prompt ends with the opening tag."""
-        super().__init__(self._reasoning if opened else self._begin)
-        self._inner = inner
+        super().__init__(self._reasoning if opened else self._begin, inner)
         self._began = False
-
-    def end(self, unfinished: bool = False) -> list[AnswerPart]:
-        """Return what was held back, at the end of the answer."""
-        return [*super().end(unfinished), *self._inner.end(unfinished)]
 
     def _begin(self) -> bool:
         text = self.held.lstrip()
@@ -29,7 +24,7 @@ class Thinking(StateReader):
         elif OPEN.startswith(text) and (not self.ended or (text and self.unfinished)):
             return False
         else:
-            self.state = self._rest
+            self.state = self.rest
         return True
 
     def _reasoning(self) -> bool:
@@ -50,11 +45,5 @@ class Thinking(StateReader):
         """Line breaks between reasoning and answer belong to neither."""
         self.held = self.held.lstrip("\n")
         if self.held:
-            self.state = self._rest
+            self.state = self.rest
         return bool(self.held)
-
-    def _rest(self) -> bool:
-        text = self.held
-        self.held = ""
-        self.parts += self._inner.push(text)
-        return False

@@ -24,7 +24,7 @@ from moepack.runtime.step.context import PackedCache
 
 from .borrowed import SPECIAL, Attention
 from .gpu_modules import FLOATS, described
-from .linears import FamilyModule, learns
+from .linears import Bound, FamilyModule, is_observed, learns
 from .packed import PackedLinear, joined
 from .projections import MAPS, NORMS, serve_projections
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
 
-class GpuPlace:
+class GpuPlace(Bound):
     """The arguments of a module's kernel launch."""
 
     angles = 0  # numbers of a token's rotation with which the module was tried
@@ -60,7 +60,7 @@ class GpuPlace:
             return False
         for name, of in self._modules.items():
             m: FamilyModule = module._modules[name]
-            if m is not of or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
+            if m is not of or is_observed(m):
                 return False
             weight = _weight_of(m)
             if weight is None or weight.data_ptr() != self._at[name] or learns(weight):
@@ -104,9 +104,6 @@ class GpuPlace:
         """Return the function that computes attention: over a static cache, the kernel's where it takes the case."""
         layer = _static(cache, number, self.dtype)
         return plain if layer is None else functools.partial(_one_token, plain, layer.cumulative_length)
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
 
 
 def _one_token(

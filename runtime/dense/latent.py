@@ -28,7 +28,7 @@ from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.step.context import current
 
 from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_attention
-from .linears import FamilyModule, in_place_of, learns
+from .linears import Bound, FamilyModule, in_place_of, is_observed, learns
 from .packed import PackedLinear
 from .selection import over_seen, sees_few
 from .values import Changed, ReadValues
@@ -149,7 +149,7 @@ class Latents:
         return torch.cat(out, dim=2)
 
 
-class LatentMap:
+class LatentMap(Bound):
     """A module's map from latents to the keys and values of all heads."""
 
     def __init__(self, module: FamilyModule) -> None:
@@ -182,7 +182,7 @@ class LatentMap:
     def holds(self, module: nn.Module) -> bool:
         """Whether the module's map is the same, at its address, and nothing was put before or after it."""
         found: Any = module._modules[MAP]
-        if found is not self._map or found._forward_hooks or found._forward_pre_hooks or "forward" in found.__dict__:
+        if found is not self._map or is_observed(found):
             return False
         if isinstance(found, PackedLinear):
             return True
@@ -210,9 +210,6 @@ class LatentMap:
         group = found.group.matrices((found.which,))
         threads = torch.get_num_threads()
         return of_packed(self.rank, lambda tile, first: group.unpack(0, tile, start + first, threads))
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
 
 
 def expanded(module: FamilyModule, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from moepack.runtime.step.context import PackedCache
 
 from .borrowed import CLOSE
 from .by_row import by_row
-from .linears import FamilyModule, in_place_of, learns
+from .linears import Bound, FamilyModule, in_place_of, is_observed, learns
 from .norms import epsilon_of
 from .values import Changed, ReadValues
 
@@ -51,7 +51,7 @@ States = tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]  # first token
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _Place(Bound):
     """A module's rule, and the names of the modules that make what it reads."""
 
     rule: DeltaRule | Mamba
@@ -73,7 +73,7 @@ class _Place:
                 return False
             if copied is not None and not torch.equal(weight, copied):
                 return False
-            if owner and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
+            if owner and is_observed(m):
                 return False
         return True
 
@@ -139,9 +139,6 @@ class _Place:
         if windows is None or states is None or not (_alike(windows, window) and _alike(states, state)):
             return None
         return windows, states
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
 
 
 def _alike(held: Tensor, like: Tensor) -> bool:

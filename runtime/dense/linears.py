@@ -175,8 +175,22 @@ def _unchanged(x: Tensor, state: Tensor | int) -> bool:
     return torch.equal(x, state) if isinstance(state, Tensor) else not x.is_inference() and x._version == state
 
 
-class Place:
-    """Where the kernels find a linear map's weights. A copied module has no place: torch multiplies by its weights."""
+class Bound:
+    """What a kernel reads of one module. A copied module has none: the module's own code runs."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether hooks of a module, or a forward put into it, would miss a kernel's call in the place of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+class Place(Bound):
+    """Where the kernels find a linear map's weights."""
 
     def __init__(self, module: nn.Linear, group: Group, which: int, most: int) -> None:
         self.group = group
@@ -187,9 +201,6 @@ class Place:
     def holds(self, module: nn.Linear) -> bool:
         """Whether the module's weights are still at the addresses where they were."""
         return _addresses(module) == self._at
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
 
 
 def _addresses(module: nn.Linear) -> tuple[int, int | None]:

@@ -25,7 +25,7 @@ from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.token_native import Projection
 
 from .borrowed import CLOSE, REGISTRY, Attention
-from .linears import FEW, FamilyModule, ServedLinear, in_place_of, learns
+from .linears import FEW, Bound, FamilyModule, ServedLinear, in_place_of, is_observed, learns
 from .norms import described
 from .packed import PackedLinear
 from .values import Changed, ReadValues
@@ -61,7 +61,7 @@ TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _Place(Bound):
     """The tensors that a module's projection reads."""
 
     projection: Projection
@@ -78,7 +78,7 @@ class _Place:
         if _has_any_global_hook():
             return False
         for name, m in self.modules.items():
-            if module._modules[name] is not m or m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__:
+            if module._modules[name] is not m or is_observed(m):
                 return False
             if type(m) is ServedLinear and not m._moepack_place.holds(m):  # type: ignore[operator, union-attr]
                 return False
@@ -104,9 +104,6 @@ class _Place:
     def attention(self, plain: Attention, cache: object, number: int) -> Attention:
         """Return the function that computes attention over layer `number` of a cache, in place of torch's."""
         return plain
-
-    def __deepcopy__(self, memo: object) -> None:
-        return None
 
 
 Places = Callable[[FamilyModule, bool], Any]  # from a module, and whether angles are shared, to its `_Place`, or None

@@ -348,10 +348,16 @@ def _by_engine(model: CausalModel) -> Callable[[Tensor], Tensor]:
 
 
 def _in_transformers() -> bool:
-    """Whether the running operation is of a model's code, not of what moepack runs in place of some of it."""
+    """Whether the running operation is of a model's code, or of an indexer's that chooses in place of it.
+
+    What else moepack runs in place of a model's code makes no choice of the model's.
+    """
     frame = sys._getframe(2)
     while frame.f_back is not None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        name = str(frame.f_globals.get("__name__"))
+        if name == "moepack.runtime.dense.indexer":
+            return True
+        package = name.partition(".")[0]
         if package in ("transformers", "moepack"):
             return package == "transformers"
         frame = frame.f_back

@@ -48,7 +48,7 @@ def _indexer(kind: Any) -> type[nn.Module]:
             and hidden_states.shape[1] <= FEW
             and attention_mask.shape[-1] > self.index_topk
             and attention_mask.dtype == torch.bool
-            and hidden_states.dtype == q_resid.dtype == torch.bfloat16
+            and hidden_states.dtype == q_resid.dtype == position_embeddings[0].dtype == torch.bfloat16
             and hidden_states.device.type == "cpu"
             and not torch.compiler.is_compiling()
         )

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import queue
-import re
 import select
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from support import ROOT
 
 from benchmarks.gpu_day import __main__ as day
 from benchmarks.gpu_day import bundles, large, run, served
-from benchmarks.gpu_day.rows import Measured, Setting, Skipped, shown
+from benchmarks.gpu_day.rows import Measured, Setting, shown
 from benchmarks.gpu_day.run import Stage
 from benchmarks.limited import bundle
 from moepack.reports.verify import verify
@@ -150,24 +149,6 @@ def test_it_runs_to_its_end_without_a_gpu(here, tmp_path, monkeypatch, capsys):
     assert [n for n in names if "pinned" in n][-2:] == names[names.index("bundles are written") + 1 :][:2]  # come first
 
 
-def test_rows_by_name_and_files_of_several_runs(here, tmp_path, monkeypatch, capsys):
-    """`--match` runs nothing else; a later run's rows join the file's, and one that is skipped replaces no value."""
-    only = ("--work", str(tmp_path), "--only", "machine", "coded")
-    assert ran(monkeypatch, *only, "--match", "launch", "wrong") == 0
-    names = [r["row"] for r in json.loads((tmp_path / day.FILE).read_text())["rows"]]
-    assert names == ["launch", "decoder: wrong weights"]
-    assert ran(monkeypatch, *only, "--match", "launch", "inside", "--stage-seconds", "0") == 0
-    found = {r["row"]: r for r in json.loads((tmp_path / day.FILE).read_text())["rows"]}
-    assert [*found] == [*names, "copy inside the device"] and found["launch"]["value"] > 0
-    assert found["copy inside the device"]["verdict"] == "skipped: no time was left"
-    assert ran(monkeypatch, *only, "--match", "lunch") == 2
-    assert "--match: no row has lunch in its name" in capsys.readouterr().err
-    document = json.loads((tmp_path / day.FILE).read_text())
-    (tmp_path / day.FILE).write_text(json.dumps({**document, "gpu": "another"}))
-    assert ran(monkeypatch, *only) == 2
-    assert "its gpu is not that of this run: name another file with --json" in capsys.readouterr().err
-
-
 def test_a_killed_run_keeps_its_rows(small, monkeypatch):
     """Each is in the file before the next begins."""
 
@@ -180,21 +161,6 @@ def test_a_killed_run_keeps_its_rows(small, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         day.measure(small, {"machine": ["launch", "copy inside the device"]}, 1.0, None, out, day.begun(out, small))
     assert [(r["row"], r["value"]) for r in json.loads(out.read_text())["rows"]] == [("launch", 3.0)]
-
-
-def test_the_documented_runs_take_half_an_hour_together():
-    """Each takes less than ten minutes, and all of them each stage once, with bundles in one place."""
-    page = (ROOT / "docs" / "gpu.md").read_text()
-    runs = re.findall(r"^python -m benchmarks\.gpu_day (.*--only .*)$", page, re.MULTILINE)
-    parsed = [re.fullmatch(r"--work (\S+) --minutes ([\d.]+) --only ([a-z ]+)", text) for text in runs]
-    assert len(parsed) == 3 and len({p[1] for p in parsed if p}) == 1
-    stages = [p[3].split() for p in parsed if p]
-    assert [name for some in stages for name in some] == list(day.STAGES)
-    assert all(
-        sum(day.STAGES[name][2] for name in some) <= 60 * float(p[2]) < 590
-        for p, some in zip(parsed, stages, strict=True)
-        if p
-    )
 
 
 def test_a_bundle_is_found_again(small, monkeypatch):
@@ -242,30 +208,6 @@ def test_promotions_and_budgets_behind_stand_ins(small, monkeypatch):
     found = served.checked(small)
     assert found.value == 0 and found.more["promotions"] >= 4 and found.more["extents looked at"] >= 16
     assert gpu.wrong() == []
-
-
-def test_a_step_that_does_not_follow_a_promotion_is_seen(small, monkeypatch):
-    """Without a GPU nothing is captured, and the row says so; where a graph is said to be there, both ways agree."""
-    with pytest.raises(Skipped, match="captured no graph"):
-        served.replayed(small)
-    monkeypatch.setattr(served, "captures", lambda: contextlib.nullcontext(["a step is now a CUDA graph"]))
-    found = served.replayed(small)
-    assert found.value == 0 and found.more["promotions"] > 0
-    real = served._decode
-
-    def old(model, cache, setting, steps, graphs=True):
-        return real(model, cache, setting, steps, graphs) + graphs
-
-    monkeypatch.setattr(served, "_decode", old)
-    assert shown("a", served.replayed(small), True)["verdict"] == "FAILS"
-
-
-def test_a_wrong_extent_is_seen(small, monkeypatch):
-    from moepack.pack.reader import Bundle
-
-    real = Bundle.extent
-    monkeypatch.setattr(Bundle, "extent", lambda self, *place: real(self, *place) ^ (place[1:] == (0, 1)))
-    assert served.checked(small).value >= 1
 
 
 def test_a_paged_model_and_one_with_pinned_experts(small, monkeypatch):

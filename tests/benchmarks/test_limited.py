@@ -14,7 +14,7 @@ from benchmarks.limited import rows as measured
 from benchmarks.limited.bundle import write_bundle
 from benchmarks.limited.cage import Cage
 from benchmarks.limited.passes import SESSION
-from benchmarks.limited.shapes import SHAPES, TOPICS, place, text
+from benchmarks.limited.shapes import SHAPES, TOPICS, text
 from benchmarks.limited.weights import Weights, chosen, to_float
 from benchmarks.peers.worker import PeerError
 from moepack.pack.reader import open_bundle
@@ -82,23 +82,6 @@ def test_a_generated_bundle_of_released_experts(tmp_path):
     )
     wanted = (torch.nn.functional.silu(x.float() @ gate.T) * (x.float() @ up.T)) @ down.T
     assert 0.05 < ((got - wanted).square().mean() / wanted.square().mean()).sqrt() < 0.25  # what four bits lose
-
-
-def test_layers_have_files_of_their_own_and_repeat(bundle):
-    files = [bundle / f"experts/w4/layer-{i:03d}.safetensors" for i in range(3)]
-    assert len({f.stat().st_ino for f in files}) == 3
-    one, two, three = (f.read_bytes()[-(1 << 20) :] for f in files)
-    assert one == three != two  # `distinct` is 2
-    weights = Weights(TINY)
-    routers = [weights.bits(f"model.layers.{i}.mlp.gate.weight") for i in range(3)]
-    assert not np.array_equal(routers[0], routers[2])
-
-
-def test_texts_stay_in_their_topic():
-    for topic in range(TOPICS):
-        ids = text(topic, 300, 1)
-        assert ids == text(topic, 300, 1) and len(ids) == 300
-        assert {found[0] for i in ids if (found := place(i))} == {topic}
 
 
 WARM = 64  # tokens that fill a cache before its hits count
@@ -185,25 +168,3 @@ def test_an_end_is_a_row(cage, program, seconds, said, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
     row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, seconds, 1, cold=False), TINY)
     assert row["result"] == said and row["peak GB"] <= 0.11
-
-
-def line(tokens, seconds, read):
-    return {"tokens": tokens, "seconds": seconds, "read": read}
-
-
-def test_measures_follow_from_passes():
-    """A tenth of a second and 2 MB a token after the first 64, which took longer."""
-    said = [{"loaded": True, "read": 0, "at": 3.0}, line(512, 4.0, 10**9) | {"at": 7.0}]
-    said += [line(1, 1.0, 2 * 10**9)] * 64 + [line(1, 0.1, 2 * 10**9 + 2 * 10**6 * (i + 1)) for i in range(64)]
-    said += [line(512, 2.0, 3 * 10**9)] + [line(1, 0.1, 3 * 10**9 + 2 * 10**6 * (i + 1)) for i in range(128)]
-    found = measured.summary(said, 512)
-    assert found["load s"] == 3.0 and found["first token s"] == 7.0
-    assert found["prefill tokens/s"] == 256 and found["first prompt tokens/s"] == 128
-    assert found["decoded"] == 256 and found["counted"] == 192
-    assert found["decode tokens/s"] == pytest.approx(10) and found["MB/token read"] == pytest.approx(2)
-
-
-def test_a_row_cut_short_has_what_was_decoded():
-    said = [{"loaded": True, "read": 0, "at": 1.0}, line(512, 4.0, 0) | {"at": 5.0}, *[line(1, 2.0, 0)] * 5]
-    found = measured.summary(said, 512)
-    assert found["decode tokens/s"] == 0.5 and found["decoded"] == 5 and "prefill tokens/s" not in found

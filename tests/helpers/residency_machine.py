@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
 
 
 LIMITS = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=80,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -49,6 +49,15 @@ def test_mistakes_are_reported_without_torch(bundle, tmp_path):
         (["generate", "someone/nothing", *prompt], "the Hub cannot be reached"),
         (["build", gone, "-o", str(tmp_path / "made")], "no such directory"),
         (["build", empty, "-o", str(tmp_path / "made")], "has no config.json"),
+        (["eval", there, "-d", gone], "no such file"),
+        (["profile", there, gone, "-o", str(tmp_path / "p.json")], "no such file"),
+        (["shrink", there, "-o", str(tmp_path / "s"), "--versions", "w9"], "no version 'w9'"),
+        (["pull", "someone/model", "-o", str(tmp_path / "p"), "--versions", "w77"], "version 'w77' is unknown"),
+        (["push", gone, "someone/model"], "no such directory"),
+        (["bench", there, "--prompt", "x"], "prompt 'x'"),
+        (["verify", there, "--checkpoint", gone, "-q"], "no such directory"),
+        (["export", gone, "-o", str(tmp_path / "e"), "--bits", "4"], "no such directory"),
+        (["quantize", "--work", gone], "is not calibrated yet"),
     ]
     given = json.dumps([words for words, _ in cases])
     env = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"}  # where nothing listens

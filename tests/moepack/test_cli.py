@@ -371,34 +371,6 @@ def test_a_terminal_that_shows_ascii_alone(bundle, tmp_path):
         assert command == "verify" or shown.stdout.isascii(), "the library of command lines writes UTF-8 by itself"
 
 
-def test_what_needs_no_torch_does_not_import_it(bundle, demo_model, tmp_path):
-    """Importing torch and transformers takes seconds; they are hidden here, so that an import would be an error."""
-    hidden = (
-        "import sys; sys.modules |= {'torch': None, 'transformers': None}; from moepack.cli import main; "
-        "sys.argv[0] = 'moepack'; main()"
-    )
-    absent = str(tmp_path / "absent.txt")
-    for arguments, word in (
-        (("eval", bundle, "-d", absent), "no such file"),
-        (("profile", bundle, absent, "-o", tmp_path / "p.json"), "no such file"),
-        (("build", demo_model, "-o", tmp_path / "b", "-c", absent), "no such file"),
-        (("shrink", bundle, "-o", tmp_path / "s", "--versions", "w9"), "no version 'w9'"),
-        (("pull", "someone/model", "-o", tmp_path / "p", "--versions", "w77"), "version 'w77' is unknown"),
-        (("push", tmp_path / "absent", "someone/model"), "no such directory"),
-        (("bench", bundle, "--prompt", "x"), "--prompt 'x'"),
-        (("generate", tmp_path / "model.gguf", "-p", "The"), "model.gguf"),
-        (("plan", bundle), "a plan needs a memory budget"),
-        (("plan", bundle, "--device-memory", "30MB", "--policy", "static:w9"), "no version 'w9'"),
-        (("verify", bundle, "--checkpoint", tmp_path / "absent", "-q"), "no such directory"),
-        (("export", tmp_path / "absent", "-o", tmp_path / "e", "--bits", "4"), "no such directory"),
-        (("quantize", "--work", tmp_path / "absent"), "is not calibrated yet"),
-    ):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-        run = [sys.executable, "-c", hidden, *map(str, arguments)]
-        out = subprocess.run(run, capture_output=True, text=True, env=environment, check=False)
-        assert out.returncode == 2 and word in out.stderr and out.stderr.startswith("moepack: "), (arguments, out)
-
-
 @pytest.mark.parametrize(
     ("incomplete", "expected"),
     [

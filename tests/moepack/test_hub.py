@@ -279,27 +279,19 @@ def always(status, *ends):
 
 RETRIED = [1.0, 2.0, 4.0, 8.0, 8.0]
 REFUSALS = {
-    "a wrong token, push": ("push", {"token": "hf_wrong"}, "does not know the token that HF_TOKEN holds (401: I", []),
     "a wrong token, pull": ("pull", {"token": "hf_wrong"}, "does not know the token that HF_TOKEN holds (401: I", []),
-    "a reader, to a new one": ("push-new", {"token": "hf_reader"}, "no right to write here (403: You need write", []),
     "a reader, to one that is": ("push", {"token": "hf_reader"}, "no right to write here (403: You need write", []),
     "not this Hub's kind": ("push", {"refuse": always(403, "/commit/")}, "no right to write here (403: Sorry.)", []),
     "another push": ("push", {"refuse": always(412, "/commit/")}, "changed the repository meanwhile", []),
     "too much": ("push", {"refuse": always(413, "/commit/")}, "refuses POST /api/models/someone/mini/commit", []),
     "busy at once": ("push", {"refuse": always(429, "/create"), "retry_after": "7"}, "limits requests (429", [7.0] * 5),
-    "busy for a commit": ("push", {"refuse": always(503, "/commit/")}, "out of order (503: Sorry.)", RETRIED),
     "busy for files": ("push", {"refuse": always(500, "/objects/")}, "out of order (500: Sorry.)", RETRIED),
     "busy for the first file": ("pull", {"refuse": always(502, "/manifest.json")}, "out of order (502", RETRIED),
-    "busy for one file": ("pull", {"refuse": always(503, "GET /someone/mini/resolve")}, "out of order (503", RETRIED),
     "busy for names": ("pull", {"refuse": always(504, "/paths-info/")}, "out of order (504", RETRIED),
     "busy for a token": ("push-xet", {"refuse": always(503, "-token/")}, "out of order (503", RETRIED),
     "a wrong token for a tokenizer": ("generate", {"refuse": always(401, "/tokenizer")}, "the token that HF_TOKEN", []),
-    "busy for a tokenizer": ("generate", {"refuse": always(503, "/tokenizer")}, "out of order (503", RETRIED),
-    "a wrong token for weights": ("generate", {"refuse": always(401, "/model.saf")}, "the token that HF_TOKEN", []),
-    "no right to weights": ("generate", {"refuse": always(403, "/model.saf")}, "no right to read here (403", []),
     "busy for experts' names": ("generate", {"refuse": always(429, "/paths-info/")}, "limits requests (429", RETRIED),
     "no right to experts": ("generate", {"refuse": always(403, "/experts/")}, "no right to read here (403", []),
-    "a wrong token for experts": ("generate", {"refuse": always(401, "/experts/")}, "the token that HF_TOKEN", []),
     "cut off while loading": ("generate", {"cut": lambda method, path: "/adapter" in path}, "cannot be reached", []),
     "a reader, of Xet": ("push-xet", {"token": "hf_reader"}, "no right to write here (403", []),
 }  # fmt: skip

@@ -4,12 +4,10 @@ import json
 import logging
 import os
 import shutil
-import threading
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from support import at_once
 
 import moepack
 from moepack.pack import trials
@@ -143,42 +141,3 @@ def test_without_a_place_to_remember_each_process_tries(library, tmp_path, monke
         assert asked(library) == 2
     monkeypatch.setattr(trials, "cache_path", lambda name: None)
     assert asked(library) == 2 and library.tried == [2, 2, 2]
-
-
-def test_the_file_keeps_the_latest(library, cache):
-    """The fault: a file that grows with every build of a developer."""
-    for n in range(trials.KEPT + 3):
-        library.path.write_bytes(str(n).encode())
-        assert asked(library) == 2
-    assert len(json.loads(cache.read_text())) == trials.KEPT
-    tried = len(library.tried)
-    assert asked(library) == 2 and len(library.tried) == tried
-    library.path.write_bytes(b"0")
-    assert asked(library) == 2 and len(library.tried) == tried + 1
-
-
-def test_threads_wait_for_one_trial(library):
-    """The fault: a level that one thread tries while another lowers it, so that the finding is of the wrong one."""
-    library.wrong, inner, alone = {2}, library.trial, threading.Lock()
-
-    def trial():
-        assert alone.acquire(blocking=False), "two at once"
-        try:
-            return str(inner())
-        finally:
-            alone.release()
-
-    got = []
-    at_once(lambda n: got.append(trials.best_level(library.path, NAMES, library.use, trial)), 6)
-    assert got == [1] * 6 and library.tried == [2, 1] and library.level == 1
-
-
-def test_an_interrupted_trial_finds_nothing(library, cache):
-    """The fault: want of memory, or Ctrl-C, taken for a wrong library and remembered."""
-
-    def interrupted():
-        raise MemoryError
-
-    with pytest.raises(MemoryError):
-        trials.best_level(library.path, NAMES, library.use, interrupted)
-    assert not cache.exists() and not trials.faults and asked(library) == 2

@@ -157,18 +157,6 @@ def pool_of(own, relative, groups, others):
     return pool(a, (relative * a) ** 2 / n.clamp(min=1), n, none, b, none, torch.full_like(a, 64.0))
 
 
-def test_pooling_by_hand():
-    """Own losses twice those on others' tokens, with no scatter: an expert without a token is given twice its own."""
-    value, error = pool_of([2.0, 4.0, 6.0, 0.0], 0.1, [64, 64, 64, 0], [1.0, 2.0, 3.0, 5.0])
-    own = 0.1**2 / 64
-    m = 2 * math.exp(own / 2)  # a noisy number's logarithm is low by half its variance
-    scatter = LEAST_SCATTER + (own + LEAST_SCATTER) / 3  # of one expert, and of the mean of three
-    assert value[3] == pytest.approx(5 * m) and error[3] == pytest.approx(5 * m * math.sqrt(scatter))
-    trust = scatter / (scatter + own)
-    assert value[1] == pytest.approx(trust * 4 + (1 - trust) * 2 * m)
-    assert error[1] == pytest.approx(value[1] * math.sqrt(trust * own))
-
-
 def test_scatter_is_learnt_from_the_experts_that_are_known():
     """Ratios of 1 and 4 in turn: what others' tokens say is then worth little, and the error says so."""
     value, error = pool_of([1.0, 4.0] * 6 + [0.0, 1.0], 0.1, [64] * 12 + [0, 1], [1.0] * 14)
@@ -177,16 +165,6 @@ def test_scatter_is_learnt_from_the_experts_that_are_known():
     assert value[13] == pytest.approx(1, rel=0.05), "one group of its own is worth more than the layer"
     lone, lone_error = pool_of([2.0, 0.0], 0.1, [64, 0], [1.0, 1.0])
     assert lone_error[1] / lone[1] == pytest.approx(math.sqrt(UNKNOWN_SCATTER), rel=0.5)
-
-
-def test_an_experts_own_variance_leans_on_the_layers():
-    """Two groups that happen to agree prove nothing."""
-    own, groups = torch.ones(5, dtype=torch.float64), torch.tensor([64.0] * 4 + [2.0], dtype=torch.float64)
-    variance = torch.tensor([0.01] * 4 + [0.0], dtype=torch.float64)
-    none = torch.zeros(5, dtype=torch.float64)
-    _, error = pool(own, variance, groups, none, none, none, none)
-    mine = 8 / 9 * 0.64 * 4 * 63 / (4 * 63 + 1) / 2
-    assert float(error[4]) == pytest.approx(math.sqrt(mine / (1 + mine))), "beside the layer's mean, itself unsure"
 
 
 def test_nothing_at_all_and_what_is_stored_as_it_is():

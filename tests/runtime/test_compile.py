@@ -4,7 +4,6 @@ import gc
 import shutil
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,31 +102,6 @@ def test_an_interrupted_pass_leaves_no_step(bundle):
     model.moepack.close()
     with pytest.raises(InputError, match=r"this model was closed|has gone"):
         layer(0)
-
-
-def test_after_an_interrupted_pass_the_thread_is_as_before(bundle):
-    """Between two of its operators nothing of it can be told; the next pass, compiled or not, is a step and counted."""
-    torch.compiler.reset()
-    model = load(bundle, FAST, 30_000_000, prefill_tokens=64)
-    residency, third = model.moepack.manager.residency, model.moepack.layers[2]
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with torch.no_grad():
-        compiled(ids(), use_cache=False)
-        steps = third.steps
-        assert steps is not None
-
-        def interrupted(*_):
-            raise KeyboardInterrupt
-
-        third.steps = SimpleNamespace(compiled_layer=interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            compiled(ids(), use_cache=False)
-        third.steps = steps
-        assert len(residency.steps.open) == 1
-        before, out = residency.steps.begun, model(ids(), use_cache=True)
-        assert residency.steps.begun == before + 1 and not residency.steps.open
-        assert model.moepack.caches.used > 0, "and its cache is counted"
-        del out
 
 
 def test_what_is_refused(bundle):

@@ -142,17 +142,6 @@ def test_a_lack_of_memory_takes_an_idle_graph(model):
     assert model.gpu.tries[3] == 2 and model.has() == [2]
 
 
-def test_the_least_recently_used_goes(model, monkeypatch):
-    """For graphs that left in the order of their captures, the most used one too."""
-    monkeypatch.setattr(decode_graph, "KEPT", 3)
-    for size in (1, 2, 3):
-        model.run(size, 3)
-    model.run(1)
-    assert model.has() == [2, 3, 1]
-    model.run(4, 3)
-    assert model.has() == [3, 1, 4]
-
-
 def test_passes_in_turn_do_not_evict_each_other(model, monkeypatch):
     """For one more kind of pass than graphs: each was captured anew before it came again. One that stops makes room."""
     monkeypatch.setattr(decode_graph, "KEPT", 3)
@@ -164,17 +153,6 @@ def test_passes_in_turn_do_not_evict_each_other(model, monkeypatch):
         for size in (2, 3, 4):
             model.run(size)
     assert sorted(model.has()) == [2, 3, 4] and model.gpu.tries[4] == 1
-
-
-def test_executable_graphs_count(monkeypatch, caplog):
-    """For what the driver keeps of each graph, which torch's allocator does not see: the budget did not have it."""
-    model = Model(monkeypatch, bounded=True)
-    model.gpu.executable, model.gpu.needs = 10 * MIB, {1: 20 * MIB, 2: 20 * MIB, 3: 25 * MIB, 4: 30 * MIB}
-    for size in (1, 2, 3):
-        model.run(size, 4)
-    assert model.has() == [1, 2, 3]
-    model.run(4, 3)
-    assert model.has() == [] and "4 graphs take 73400320 bytes" in caplog.text, "30 MiB, and four times 10"
 
 
 def test_memory_that_graphs_share_is_counted_until_it_goes(monkeypatch):

@@ -306,11 +306,3 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(bundle, tmp_path, buffering
     model.moepack.close()
     assert caplog.text.count("the trace ends early, it cannot be written: No space left on device") == 1
     assert not model.moepack.manager.worker._thread.is_alive()
-
-
-def test_threads_end_however_a_trace_does(model, monkeypatch):
-    monkeypatch.setattr(model.moepack._wrapper, "end_trace", raising(ValueError))
-    with pytest.raises(ValueError, match="planted"):
-        model.moepack.close()
-    assert not model.moepack.manager.worker._thread.is_alive()
-    monkeypatch.undo()

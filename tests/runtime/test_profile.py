@@ -1,6 +1,5 @@
 """Profiles: their file, what is refused, what a server saves, and what they change before the first token."""
 
-import contextlib
 import json
 import shutil
 
@@ -151,26 +150,3 @@ def test_ones_own_traffic_is_right_at_token_zero(workload, bundle, tmp_path):
     memory = needed.least_bytes + 16 * 16_384  # half of all experts
     without, own = (waits(bundle, text, tokenizer, device_memory=memory, profile=x) for x in (None, str(file)))
     assert own < 0.97 * without, (own, without)
-
-
-def test_counting_shows_how_far_it_is(bundle, tmp_path, evaluation):
-    """The Hub's bars stand in the place of these while texts and bundles may be fetched, and no longer."""
-    from moepack.reports.profile import make_profile
-    from moepack.shared.progress import Reporter
-
-    class Bars(Reporter):
-        hidden, shown = False, 0
-
-        @contextlib.contextmanager
-        def hub_bars(self):
-            self.hidden = True
-            yield
-            self.hidden = False
-
-        def advance(self, amount=1):
-            assert not self.hidden
-            self.shown += amount
-
-    bars = Bars()
-    made = make_profile(bundle, [str(evaluation)], tmp_path / "p", length=32, samples=2, reporter=bars)
-    assert made.tokens == bars.shown == 64

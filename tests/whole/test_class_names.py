@@ -20,10 +20,3 @@ def repeated_names(root):
 
 def test_a_class_name_has_one_meaning():
     assert repeated_names(ROOT) == {}
-
-
-def test_a_name_of_two_classes_is_found(tmp_path):
-    (tmp_path / "pack").mkdir()
-    for name in ("a", "b"):
-        (tmp_path / "pack" / f"{name}.py").write_text("class B: ...\n")
-    assert repeated_names(tmp_path) == {"B": ["pack/a.py", "pack/b.py"]}

@@ -173,34 +173,3 @@ def test_kernels_refuse_it_by_name(w6):
     geometry, *_ = sort(index, table, triton.DECODE.tokens)
     with pytest.raises(InputError, match=known):
         triton.product(MATRICES[0], [form], [0], table, geometry, x, torch.empty(1, 34), triton.DECODE)
-
-
-def test_c_refuses_numbers_it_does_not_know(w6, monkeypatch):
-    """Before any work: nothing is written, not even of experts whose encoding is known."""
-    native = pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
-    with pytest.raises(InputError, match="w6"):
-        native.LayerForms(MATRICES, [w6])
-    monkeypatch.setitem(forms.KERNELS, 6, forms.Kernel(1, 1, 1))
-    layer = native.LayerForms(MATRICES, [Version.of("w4", 64), w6])
-    extents = [torch.zeros(1 << 16, dtype=torch.uint8) for _ in range(2)]
-    table = np.array([forms.handle(e.data_ptr(), i) for i, e in enumerate(extents)], np.uint64)
-    x, index = torch.zeros(2, 130, dtype=torch.bfloat16), torch.tensor([[0], [1]])
-    for limits in (None, np.zeros(2, np.int64)):
-        out = torch.full((2, 34), 7.0)
-        with pytest.raises(ValueError, match=r"w6: the compiled kernels do not know its encoding \(number 6"):
-            native.product(layer, 0, table, x, index, out, limits)
-        assert (out == 7).all()
-    with pytest.raises(ValueError, match="w6: the compiled kernels do not know"):
-        native.unpack(layer, 0, 1, extents[1], torch.empty(130, 48))
-    with pytest.raises(ValueError, match="version number 5: this layer has w4, w6"):
-        native.product(layer, 0, table | np.uint64(5), x, index, torch.empty(2, 34))
-    for field, bad in ((0, 0), (0, 7), (0, -1), (0, 1 << 40), (1, 0), (1, 48), (1, 256)):
-        layer = native.LayerForms(MATRICES, [Version.of("w4", 64)])
-        layer._rows[0][0, field] = bad
-        with pytest.raises(ValueError, match="w4: the compiled kernels do not know"):
-            native.product(layer, 0, table[:1], x[:1], index[:1], torch.empty(1, 34))
-        with pytest.raises(ValueError, match="w4: the compiled kernels do not know"):
-            native.unpack(layer, 0, 0, extents[0], torch.empty(130, 48))
-    index[1] = 0  # an unknown form that no slot asks for does not matter
-    layer = native.LayerForms(MATRICES, [Version.of("w4", 64), w6])
-    native.product(layer, 0, table, x, index, torch.empty(2, 34))

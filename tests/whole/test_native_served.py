@@ -1,6 +1,5 @@
 """Native versions under every policy and by every way to a model: the checkpoint's own bits, in every placement."""
 
-import functools
 import shutil
 from pathlib import Path
 
@@ -48,17 +47,18 @@ def plain(demo_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def native(plain, text, tmp_path_factory):
+def native(plain, text, made_once):
     """The bundle of a kind, and beside it the checkpoint."""
 
-    @functools.cache
-    def make(kind):
-        folder = tmp_path_factory.mktemp("native")
-        released(plain, folder / "checkpoint", kind)
-        build_from(RECIPE, folder / "checkpoint", folder / "bundle", [text])
-        return folder / "bundle"
+    def of(kind):
+        def make(folder):
+            folder.mkdir()
+            released(plain, folder / "checkpoint", kind)
+            build_from(RECIPE, folder / "checkpoint", folder / "bundle", [text])
 
-    return make
+        return made_once(f"native-{kind}", make) / "bundle"
+
+    return of
 
 
 def best(bundle):

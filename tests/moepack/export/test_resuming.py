@@ -4,24 +4,16 @@ import errno
 import json
 import os
 import signal
-from importlib.metadata import version
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from support import Notes, cli, forked, refused, spy, tree
 
 from moepack.export import Wanted, export
-from moepack.export.files import ExportDirectory, Workers, shards, work, working
+from moepack.export.files import ExportDirectory, shards, work, working
 from moepack.export.files.filled import FilledFile
-from moepack.export.gguf import lossy
-from moepack.export.run import made_for
-from moepack.export.targets import ExportJob, target_of
 from moepack.export.values import Values
-from moepack.pack.errors import BundleError, TargetError
-from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.writer import hold
+from moepack.pack.errors import TargetError
 
 CASES = {
     "checkpoint": ("checkpoint", Wanted("w3", dense="w8", shard="700kB")),
@@ -192,64 +184,6 @@ def test_a_stop_while_digests_are_checked(kind, of_zeros, tmp_path, monkeypatch)
     assert "goes on" in notes.notes[0] and {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
-@pytest.mark.parametrize(("call", "kind"), [("rmdir", OSError), ("sync", OSError), ("sync", KeyboardInterrupt)])
-def test_what_fails_once_the_output_is_there(call, kind, of_zeros, tmp_path):
-    """As on NFS, where a folder keeps the name of a removed lock until that is closed: the export has ended well."""
-    bundle, out, notes = of_zeros("symmetric"), tmp_path / "out", Notes()
-    own, at = (Path, ".out.exporting") if call == "rmdir" else (work, tmp_path.name)
-    real, seen = getattr(own, call), []
-
-    def fails(path):
-        if path.name == at and not seen:
-            seen.append(path)
-            raise kind(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
-        real(path)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(own, call, fails)
-        if kind is OSError:
-            export(bundle, out, wanted=Wanted("4"), reporter=notes)
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                export(bundle, out, wanted=Wanted("4"), reporter=notes)
-    assert notes.notes == [] and seen and {p.name for p in tmp_path.iterdir()} == {"out"}
-
-
-def test_a_directory_that_is_removed_as_it_is_taken(tmp_path, monkeypatch):
-    folder, real, seen = tmp_path / "folder", os.open, []
-
-    def late(path, *how):
-        if not seen:
-            seen.append(path)
-            folder.rmdir()
-        return real(path, *how)
-
-    monkeypatch.setattr(os, "open", late)
-    os.close(hold(folder, "busy"))
-    assert seen == [folder / "lock"] == list(folder.iterdir())
-
-
-@pytest.mark.parametrize("library", ["transformers", "llama-cpp-python"])
-def test_other_libraries_begin_anew(library, of_zeros, tmp_path, monkeypatch):
-    """Of which a checkpoint's names and order are, and what llama.cpp makes."""
-    bundle = open_bundle(of_zeros("symmetric"))
-    form = target_of("checkpoint") if library == "transformers" else lossy.target("Q6_K")
-    job = ExportJob(bundle, "bf16", 1, ())
-    before = made_for(job, form)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0" if name == library else version(name))
-    assert made_for(job, form) != before
-
-
-def test_a_tensor_of_no_bytes(tmp_path):
-    file = FilledFile(tmp_path / "file", b"head", {"none": 0, "some": 1})
-    file.put("none", np.zeros(0, np.uint8))
-    assert not file.whole
-    file.put("some", np.ones(1, np.uint8))
-    file.check()
-    file.close()
-    assert file.whole and (tmp_path / "file").read_bytes() == b"head\x01"
-
-
 def test_another_export_begins_anew(of_zeros, tmp_path):
     """Of other options, or of another bundle; a refusal before it begins leaves what is there."""
     bundle, out = of_zeros("symmetric"), tmp_path / "out"
@@ -270,24 +204,6 @@ def test_another_export_begins_anew(of_zeros, tmp_path):
             for file in path.iterdir():
                 file.unlink()
             path.rmdir()
-
-
-def test_a_damaged_bundle_leaves_what_is_whole(of_zeros, tmp_path):
-    """It may be fetched again, and the export goes on."""
-    bundle, out, target, wanted = of_zeros("symmetric"), tmp_path / "out", *CASES["gguf"]
-    notes, extent = Notes(), Bundle.expert
-
-    def bad(self, version, layer, expert):
-        if layer == 1 and expert == 3:
-            raise BundleError.single("layer 1", "digest", "damaged")
-        return extent(self, version, layer, expert)
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(BundleError):
-        patch.setattr(Bundle, "expert", bad)
-        export(bundle, out, target, wanted, reporter=notes)
-    assert "kept: run the same command again to go on" in notes.notes[-1]
-    export(bundle, out, target, wanted, reporter=notes)
-    assert "goes on" in notes.notes[-1] and {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
 RECORDS = {
@@ -352,19 +268,3 @@ def test_no_room(of_zeros, tmp_path, monkeypatch):
         f"out: the disk lacks room: {needed:,} bytes to write, {needed - 1:,} free",
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_behind_reaches_every_caller():
-    """None waits for room that calls before it did not give back."""
-
-    def fails():
-        raise OSError("disk full")
-
-    workers = Workers(1, 2)
-    workers.submit(fails)
-    for _ in range(8):
-        with pytest.raises(OSError, match="disk full"):
-            while True:
-                workers.submit(lambda: None)
-    with pytest.raises(OSError, match="disk full"):
-        workers.close()

@@ -35,11 +35,13 @@ def groups(versions):
 
 
 @pytest.fixture(scope="module")
-def kept(short_model, text, tmp_path_factory):
+def kept(short_model, text, made_once):
     """A bundle and the work directory that it was built in; read only."""
-    root = tmp_path_factory.mktemp("kept")
-    build_from(RTN, short_model, root / "b", [text], work=root / "w", keep=True)
-    return root
+
+    def make(root):
+        build_from(RTN, short_model, root / "b", [text], work=root / "w", keep=True)
+
+    return made_once("added-to", make)
 
 
 @pytest.fixture
@@ -144,22 +146,6 @@ def test_dense_matrices_that_had_none(short_model, text, tmp_path):
         assert (tree(tmp_path / "c"), tree(tmp_path / "v")) == before
 
 
-def test_a_model_without_such_matrices(short_model, text, tmp_path, monkeypatch):
-    """Its recipe may ask for them: it stays as it is, and adding to them is refused."""
-    monkeypatch.setattr("moepack.calibrate.dense.dense_matrices", lambda stream: [])
-    recipe = f"versions: [w4]\ndense: [w8]\nquantize: {{method: rtn, loss_tokens: 64}}\n{BASE}"
-    build_from(recipe, short_model, tmp_path / "b", [text], work=tmp_path / "w", keep=True)
-    add(tmp_path / "b", tmp_path / "w", ["w2"])
-    assert tree(tmp_path / "b") == rebuilt(tmp_path / "b", short_model, text, tmp_path / "fresh")
-    notes = Notes()
-    add(tmp_path / "b", tmp_path / "w", ["w2"], reporter=notes)
-    assert notes.notes == [f"{tmp_path / 'b'}: holds these versions already"]
-    assert add(tmp_path / "b", tmp_path / "w", ["w2"]).dense == ()
-    for memory in (None, 8 << 30):
-        with pytest.raises(InputError, match="the model has no dense matrices that get versions"):
-            add(tmp_path / "b", tmp_path / "w", [], dense=["w3"], memory=memory)
-
-
 def test_onto_a_calibrated_work_directory(short_model, text, tmp_path):
     """Stages, and no bundle yet: one is made of what is there and what is added, quantised before or not."""
     pipeline.calibrate(short_model, tmp_path / "w", parse_recipe(RTN, "x"), [text])
@@ -252,19 +238,6 @@ def test_a_work_directory_that_was_quantised_again(short_model, text, tmp_path):
     assert tree(bundle) == before
     pipeline.quantize(work, parse_recipe(recipe, "x"), fresh=True)
     assert add(bundle, work, [], dense=["w8"]).dense == ("bf16", "w8", "w4")
-
-
-def test_a_work_directory_that_was_calibrated_again(short_model, text, tmp_path):
-    """On the same tokens by the same recipe for quantising, but in another dtype: its versions are others."""
-    recipe = f"versions: [w4]\nquantize: {{method: gptq, loss_tokens: 64}}\n{BASE}"
-    bundle, work, model = tmp_path / "b", tmp_path / "w", save_tiny("qwen3_moe", tmp_path / "model", short_model)
-    build_from(recipe, model, bundle, [text], work=work, keep=True)
-    before, other = tree(bundle), recipe.replace("batch_size: 6", "batch_size: 6, dtype: float32")
-    pipeline.calibrate(model, work, parse_recipe(other, "x"), [text], fresh=True)
-    pipeline.quantize(work, parse_recipe(recipe, "x"))
-    with pytest.raises(InputError, match=r"its experts/w4/.* is not the one of .*: it was built anew since"):
-        add(bundle, work, ["w2"])
-    assert tree(bundle) == before
 
 
 def test_an_error_while_it_is_written_leaves_the_old_one(mine, monkeypatch):

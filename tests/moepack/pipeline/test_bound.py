@@ -4,7 +4,6 @@ import json
 import re
 from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,32 +85,6 @@ def test_what_goes_to_disk_first_and_the_least():
     assert [sum(parts.values()) // MIB for parts in dense.values()] == [800, 500, 1280, 1380]
 
 
-def test_experts_go_to_disk_before_batches_shrink():
-    """By hand, in MiB: a layer of 2,000 is read in 2,300 beside 100 and what is mapped. With its experts on disk
-    calibrating takes 100 + 10 + 120 and 50 a window, quantising 100 + 10 + 120 + 150 + 30, beside twice that."""
-    large = replace(NEEDS, loading=2300 * MIB, layer=2000 * MIB, waiting=2000 * MIB, batches=((2, 150 * MIB),))
-    filed = replace(
-        large, loading_on_disk=150 * MIB, layer_on_disk=120 * MIB, waiting_on_disk=120 * MIB, mapped=30 * MIB,
-        experts=1900 * MIB,
-    )  # fmt: skip
-    on_disk = MAPPED // MIB
-    assert place(filed, 4, (2400 + on_disk) * MIB) == MemoryPlan(4, True, True, 1, 1)
-    # On disk they leave room for two batches again.
-    assert place(filed, 4, (2400 + on_disk) * MIB - 1) == MemoryPlan(4, True, True, 2, 1, True)
-    assert place(filed, 4, (430 + 2 * on_disk) * MIB) == MemoryPlan(4, True, True, 1, 1, True)
-    assert place(filed, 4, (430 + 2 * on_disk) * MIB - 1) == MemoryPlan(3, True, True, 1, 1, True)
-    with pytest.raises(InputError, match=rf"least is {410 + 2 * on_disk}MiB, to quantise \(expert batches 180MiB\)"):
-        place(filed, 4, (410 + 2 * on_disk) * MIB - 1)
-    on_disk_in_words = "what goes into a layer, what its experts see, the experts of a layer"
-    assert place(filed, 4, 2000 * MIB).on_disk == on_disk_in_words
-    with pytest.raises(InputError, match=rf"the least is {2400 + on_disk}MiB, to read a layer"):  # of another layout
-        place(large, 4, 2000 * MIB)
-    # Where the experts on disk leave no more room, they stay in memory as batches shrink.
-    useless = replace(filed, loading=200 * MIB, layer=100 * MIB, waiting=100 * MIB, batches=NEEDS.batches)
-    assert place(useless, 4, (410 + 2 * on_disk) * MIB) == MemoryPlan(4, True, True, 1, 1)
-    assert place(useless, 4, (409 + 2 * on_disk) * MIB) == MemoryPlan(3, True, True, 1, 1)
-
-
 def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch):
     """Four windows of 50 MiB take 0.6 times as much more; nothing else is changed for it."""
     monkeypatch.setattr(bound, "available_memory", lambda: 1 << 40)
@@ -169,21 +142,6 @@ def test_more_memory_is_never_worse(sizes, at_once, windows):
     assert place(needs, windows, 1 << 50) == MemoryPlan(windows, batches=at_once, row_shards=2 * at_once)
     with pytest.raises(InputError):
         place(needs, windows, (least - 1) * MIB)
-
-
-def test_what_is_converted_counts_only_where_it_is(demo_model, monkeypatch):
-    """In float32 a layer takes its BF16 and twice that while windows go through it; as it waits to be quantised, and in
-    a later run that only quantises, its BF16."""
-    recipe = replace(RECIPE, calibration=replace(RECIPE.calibration, dtype="float32"))
-    asked = []
-    monkeypatch.setattr(start, "place", lambda needs, size, memory: (asked.append(needs), MemoryPlan(size))[1])
-    model = StreamedModel(open_checkpoint(demo_model))
-    for walks in (True, False):
-        directory = SimpleNamespace(settings=dict, holds=lambda stage: False)
-        start._fit(directory, model, recipe, {}, 1, 4, 64, walks=walks)
-    layer, outside = model.part_bytes(0), model.part_bytes(None)
-    found = [(n.outside, n.layer, n.waiting) for n in asked]
-    assert found == [(3 * outside, 3 * layer, layer), (0, layer, layer)]
 
 
 def test_bytes_do_not_depend_on_where_activations_lie(short_model, text, tmp_path, monkeypatch):

@@ -8,16 +8,14 @@ import resource
 import shutil
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import RTN, Notes, build_from, cli, refused, spy, tree
+from support import RTN, build_from, cli, refused, spy, tree
 
 import moepack
 from moepack.calibrate.forward import CalibrationPass
 from moepack.pack.errors import InputError, MoepackError, TargetError
-from moepack.pack.reader import open_bundle
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
@@ -38,22 +36,6 @@ def test_stages_write_the_same_bytes_as_one_pass(short_model, text, tmp_path, wh
     pipeline.build(short_model, tmp_path / "resumed", recipe, [text], work=tmp_path / "work")
     assert tree(tmp_path / "resumed") == whole
     assert sorted(p.name for p in tmp_path.iterdir()) == ["resumed", "staged", "work"]
-
-
-def test_a_recipe_made_in_python_is_kept_as_it_is(short_model, text, tmp_path):
-    """By every stage: one without a text, and one whose text says something else."""
-    said = "versions: [bf16, w4]\nquantize: {method: rtn, loss_tokens: 64}\n"
-    said += "calibration: {samples: 4, length: 64, batch_size: 2}\nallocation: {average_bits: 6, weight: gates}"
-    wanted = parse_recipe(said, "test")
-    for text_of_it in ("", RTN):
-        work, bundle = tmp_path / f"work{len(text_of_it)}", tmp_path / f"bundle{len(text_of_it)}"
-        pipeline.calibrate(short_model, work, replace(wanted, text=text_of_it), [text])
-        pipeline.quantize(work)
-        pipeline.pack(work, bundle)
-        found = open_bundle(bundle).manifest
-        kept = parse_recipe(str(found.provenance["recipe"]), "kept")
-        assert replace(kept, text="") == replace(wanted, text="") and found.versions == wanted.version_specs()
-        assert found.allocation is not None
 
 
 def test_changed_settings_are_refused_by_name(short_model, text, evaluation, tmp_path):
@@ -107,24 +89,6 @@ def test_quantised_by_another_recipe_than_calibrated(short_model, text, tmp_path
     (work / "settings.json").unlink()
     with pytest.raises(InputError, match="run moepack calibrate first"):
         pipeline.quantize(work)
-
-
-def test_calibration_of_another_recipe_is_not_gone_by(short_model, text, tmp_path):
-    """Nor told of in the bundle: nothing was calibrated by it."""
-    work = tmp_path / "work"
-    first = parse_recipe(RTN, "t")
-    pipeline.calibrate(short_model, work, first, [text])
-    calibration = replace(first.calibration, samples=512, seed=9, data=())
-    notes = Notes()
-    pipeline.quantize(work, replace(first, calibration=calibration, mtp="keep"), reporter=notes)
-    pipeline.pack(work, tmp_path / "b")
-    provenance = moepack.open(tmp_path / "b").manifest.provenance
-    assert parse_recipe(str(provenance["recipe"]), "kept") == replace(first, text=str(provenance["recipe"]))
-    assert any("calibrated already" in note for note in notes.notes)
-    (work / "run.json").write_text("[]")
-    for use in (lambda: pipeline.quantize(work), lambda: pipeline.pack(work, tmp_path / "c")):
-        with pytest.raises(InputError, match="run moepack calibrate first"):
-            use()
 
 
 def test_starting_over_is_stopped(short_model, text, evaluation, tmp_path, monkeypatch):

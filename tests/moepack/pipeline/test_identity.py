@@ -8,14 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from support import HELPERS, RTN, flip, python, spy, tree
+from support import RTN, flip, spy, tree
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.forward import CalibrationPass
 from moepack.calibrate.identity import identity
 from moepack.pack.errors import InputError
-from moepack.pack.writer import BundleWriter
 from moepack.pipeline import build as pipeline
 from moepack.pipeline import run
 from moepack.pipeline.executors import local
@@ -144,30 +143,10 @@ def test_fresh_keeps_no_object(checkpoint, text, tmp_path):
     assert not left.exists()
 
 
-def test_what_another_build_put_beside_stays(tmp_path):
-    """A build made the folder that both write to, and fails."""
-    other = tmp_path / "new" / "deep" / "other"
-    with pytest.raises(RuntimeError), BundleWriter(tmp_path / "new" / "deep" / "mine") as writer:
-        writer.path("a").write_text("a")
-        other.mkdir()
-        (other / "manifest.json").write_text("{}")
-        raise RuntimeError
-    assert (other / "manifest.json").exists() and [p.name for p in other.parent.iterdir()] == ["other"]
-    with pytest.raises(RuntimeError), BundleWriter(tmp_path / "alone" / "deep" / "mine") as writer:
-        raise RuntimeError
-    assert not (tmp_path / "alone").exists()
-
-
 def test_a_build_that_is_refused_leaves_no_folder(checkpoint, tmp_path):
     with pytest.raises(InputError):
         pipeline.build(checkpoint, tmp_path / "new" / "deep" / "b", RECIPE, [tmp_path / "missing.txt"])
     assert not (tmp_path / "new").exists()
-
-
-def test_kills_at_random_moments(short_model, text, tmp_path):
-    """By hand the same script made twenty of each of its kinds. Tests above stop stages at their seams."""
-    script = HELPERS / "kill_and_resume.py"
-    assert "2 kills" in python(script, short_model, text, tmp_path, "2", "bf16, w4, w2")
 
 
 def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model, text, tmp_path):

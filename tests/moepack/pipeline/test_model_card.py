@@ -13,8 +13,6 @@ from moepack.calibrate.checkpoint import companions
 from moepack.hub.measured import read_divergences
 from moepack.pack.errors import InputError
 from moepack.pipeline.model_card import MeasuredKl, carried, hub_commit, hub_id, model_card
-from moepack.pipeline.shrink import shrink
-from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
 RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\nversions: [bf16, w2]\n"
@@ -147,25 +145,6 @@ def test_hostile_words_stay_words(damaged, edit_manifest):
     found = yaml.safe_load(head)
     assert found["base_model"] == found["license"] == evil and "language" not in found
     assert "<script>" not in body.replace("\\<script\\>", "") and "\n# owned" not in body and "![](" not in body
-
-
-def test_words_and_numbers_that_no_file_holds(damaged, edit_manifest):
-    """Half of a surrogate pair, a terminal's control characters, and a product of more digits than Python prints."""
-    large = 10**4000
-
-    def change(m):
-        m["provenance"] = {
-            "checkpoint": {"name": "a\ud800\x9b31mb"},
-            "calibration": {"sources": ["c\u202ed"], "samples": large, "length": large},
-        }
-
-    edit_manifest(damaged, change)
-    opened = moepack.open(damaged)
-    text = model_card(opened.manifest, opened.calibration(), ["w2"])
-    assert "# a  31mb, packed" in text and "0 calibration tokens (`c d`)" in text
-    assert inspect(damaged)["calibration_tokens"] == 0
-    shrink(damaged, damaged.parent / "out", ["w2"])
-    assert (damaged.parent / "out" / "README.md").read_text(encoding="utf-8") == text
 
 
 def test_a_checkpoints_card(tmp_path):

@@ -167,9 +167,3 @@ def test_a_quantisation_without_a_version_is_refused(quantization, message, tmp_
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
     with pytest.raises(InputError, match=message):
         open_outline(tmp_path)
-
-
-def test_versions_that_save_nothing_are_refused(tmp_path):
-    recipe = parse_recipe("{versions: [native, w4, w3], quantize: {method: rtn, loss_tokens: 64}}", "t")
-    with pytest.raises(InputError, match="versions: w4 saves no bits over the checkpoint's own mxfp4: leave it out"):
-        estimate(CONFIGS / "gpt-oss-20b", tmp_path / "b", recipe)

@@ -17,7 +17,7 @@ from support import build_from, running, spy, tree
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline import build as pipeline
-from moepack.pipeline.build import build, calibrate, pack, quantize
+from moepack.pipeline.build import build
 from moepack.pipeline.executors import local as local_executor
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.tasks.row_shards import RowShardTask
@@ -230,30 +230,6 @@ def test_pieces_that_change_on_their_way_are_refused(executor, short_model, text
     with pytest.raises(InputError, match="was changed in transfer"):
         build_from(RECIPE, short_model, tmp_path / "ray", [text], work=tmp_path / "work")
     assert list((tmp_path / "work" / "objects").iterdir()) == [] and not (tmp_path / "ray").exists()
-
-
-def test_calibration_waits_for_room(
-    executor, out, local, short_model, text, tmp_path,
-    monkeypatch,
-):  # fmt: skip
-    """With no room for tokens one layer is out."""
-    monkeypatch.setattr(on_ray, "SHARE", 0.0)
-    build_from(RECIPE, short_model, tmp_path / "behind", [text])
-    assert max(out) <= 1  # a layer may be waiting for its files alone
-    assert tree(tmp_path / "behind") == local
-
-
-def test_quantising_alone_loads_no_layer_here(
-    executor, local, short_model, text, tmp_path,
-    monkeypatch,
-):  # fmt: skip
-    from moepack.calibrate.stream import StreamedModel
-
-    calibrate(short_model, tmp_path / "work", parse_recipe(RECIPE, "test"), [text])
-    monkeypatch.setattr(StreamedModel, "load", lambda *args: pytest.fail("a layer was loaded"))
-    quantize(tmp_path / "work", engine="ray")
-    pack(tmp_path / "work", tmp_path / "ray")
-    assert tree(tmp_path / "ray") == local
 
 
 def test_no_node_has_what_a_batch_takes(executor, short_model, text, tmp_path, monkeypatch):

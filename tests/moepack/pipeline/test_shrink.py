@@ -2,8 +2,6 @@
 
 import json
 import os
-import shutil
-from pathlib import Path
 
 import pytest
 from support import flip, tree
@@ -11,10 +9,7 @@ from support import flip, tree
 import moepack
 from moepack.pack.errors import BundleError, InputError, TargetError
 from moepack.pipeline.shrink import shrink
-from moepack.reports.fitting import Described, fitting
-from moepack.reports.plan import plan
 from moepack.reports.verify import verify
-from moepack.runtime.planning.options import LoadOptions
 
 
 def test_versions_that_are_kept_are_the_same_bytes(bundle, tmp_path):
@@ -60,43 +55,6 @@ def test_the_map_of_the_manifest_stays_with_its_versions(bundle, tmp_path):
     assert moepack.open(tmp_path / "small").manifest.allocation == table
     model = moepack.load(tmp_path / "small", policy="static:allocation")
     assert model.moepack.versions == table.versions
-
-
-def test_a_budget_chooses_what_the_plan_serves(bundle, tmp_path):
-    """By the plan's arithmetic, whether or not the weights are here; the plan of what is kept is the same."""
-    least = plan(bundle, LoadOptions(device_memory=1 << 30)).least_bytes
-    sizes = [least, least + 400_000, 1 << 30]
-    found = [fitting(moepack.open(bundle), LoadOptions(device_memory=size)) for size in sizes]
-    assert found[0].versions == ("w1",) and found[0].experts == (64,)
-    assert len(found[1].versions) > 1 and sum(found[1].experts) == 64
-    assert found[2].versions == ("bf16",)
-    opened = moepack.open(bundle)
-    without = Path(shutil.copytree(bundle, tmp_path / "described", ignore=shutil.ignore_patterns("experts")))
-    described = Described(without, opened.manifest, opened.versions)
-    told = [fitting(described, LoadOptions(device_memory=size)).versions for size in sizes]
-    assert told == [f.versions for f in found]
-    with pytest.raises(InputError, match="the least that would do is"):
-        fitting(described, LoadOptions(device_memory=sizes[0] - 1))
-    for policy, names in (
-        ("importance:hi=w4,lo=w2", ("w4", "w2")), ("lru:hi=w4,lo=w1", ("w4", "w1")), ("paged", ("bf16",)),
-        ("prefill:hi=w3,bits=2", ("w3", "w2", "w1")),
-    ):  # fmt: skip
-        moving = LoadOptions(device_memory=1 << 30, policy=policy)
-        assert fitting(opened, moving).versions == names, f"{policy}: what it may need, whatever it begins with"
-        if policy == "paged":
-            with pytest.raises(InputError, match="measures rates on weights: fetch bf16 by name"):
-                fitting(described, moving)
-        else:
-            assert fitting(described, moving).versions == names
-        with pytest.raises(InputError, match="no map"):
-            shrink(bundle, tmp_path / "none", fit=moving, allocation=True)
-    done = shrink(bundle, tmp_path / "small", fit=LoadOptions(device_memory=sizes[1]), allocation=True)
-    assert done.versions == found[1].versions and done.allocation == f"plan for {sizes[1]} bytes"
-    kept = moepack.open(tmp_path / "small").manifest.allocation
-    assert kept is not None and kept.versions == found[1].table
-    served = LoadOptions(device_memory=sizes[1], policy="static:allocation")
-    small = plan(tmp_path / "small", served)
-    assert small.feasible and small.table == found[1].table
 
 
 def test_nothing_is_written_where_it_is_refused(damaged, tmp_path):

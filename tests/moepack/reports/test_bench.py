@@ -1,11 +1,6 @@
 """Rates of prompts and decoding by policy and limit: what is run, what is counted, and how it is printed."""
 
-import csv
-import io
-import json
-
 import pytest
-from support import cli, ok
 
 from moepack.pack.errors import InputError
 from moepack.reports import bench as module
@@ -42,31 +37,6 @@ def test_every_policy_in_every_limit(bundle, monkeypatch):
     turns = FEW.repeat + 1
     once = [(clients, n) for clients in (1, 2) for n in (*[8] * turns, *[16] * turns, *[4, 1, 1, 1] * turns)]
     assert passes == once * 2
-
-
-def test_how_it_is_printed(bundle):
-    command = (
-        "bench",
-        bundle,
-        "--prompt",
-        "8",
-        "--new",
-        "2",
-        "--context",
-        "4",
-        "--repeat",
-        "1",
-        "--policy",
-        "static:w2",
-    )
-    code, out, err = cli(*command)
-    assert code == 0 and "static:w2" in out and "prompt 8" in out and "decode 2" in out and "100% w2" in out
-    assert "measure static:w2" in err
-    (prompt, decode) = json.loads(ok(cli(*command, "--json", "-q")))
-    assert prompt["test"] == "prompt" and decode["tokens"] == 2 and decode["experts"] == {"w2": 64}
-    rows = list(csv.DictReader(io.StringIO(ok(cli(*command, "--csv", "-q")))))
-    assert [row["test"] for row in rows] == ["prompt", "decode"] and rows[0]["experts"] == "w2=64"
-    assert float(rows[0]["tokens_per_second"]) > 0 and rows[0]["limit"] == ""
 
 
 @pytest.mark.parametrize(

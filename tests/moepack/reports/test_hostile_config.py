@@ -64,26 +64,19 @@ def config(**changes):
 
 EDITS = {
     "no JSON": (lambda v: v.rewrite(CONFIG, b"{"), "its config cannot be read"),
-    "a list": (lambda v: v.rewrite(CONFIG, b"[]"), "its config cannot be read"),
-    "no UTF-8": (lambda v: v.rewrite(CONFIG, b"\xff"), "its config cannot be read"),
     "nested deeply": (lambda v: v.rewrite(CONFIG, b'{"a":' * 50_000), "its config cannot be read"),
     "an escape": (config(model_type="\x1b[31m\ud800"), r"model type `\\x1b\[31m\\ud800`"),
     "no model type": (config(model_type=None), "its config cannot be read"),
     "a long word": (config(dtype="x" * 100_000), "its config cannot be read"),
     "a dtype that is an object": (config(dtype={"a": {}}), "has no dtype that torch knows"),
     "a width that is text": (config(hidden_size="64"), "its config cannot be read"),
-    "an architecture that is a number": (config(architectures=7), "architectures that are no list of names"),
     "architectures of objects": (config(architectures=[{}]), "architectures that are no list of names"),
     "two billion layers": (config(num_hidden_layers=1 << 31), "has num_hidden_layers 2147483648: 4096 is the most"),
     "five layers": (config(num_hidden_layers=5), "layers, its manifest 4"),
     "a billion labels": (config(num_labels=10**9), "has num_labels 1000000000: 65536 is the most"),
-    "layers that transformers lists": (
-        config(model_type="gpt_oss", num_hidden_layers=10**9), "has num_hidden_layers 1000000000"
-    ),
     "heads of a billion columns": (config(head_dim=10**9), "has head_dim 1000000000: 16777216 is the most"),
     "a part with so many labels": (config(vision_config={"num_labels": 10**9}), "has num_labels 1000000000"),
     "-1 experts of a token": (config(num_experts_per_tok=-1), "num_experts_per_tok '-1', its layers have 16"),
-    "2^20 experts of a token": (config(num_experts_per_tok=1 << 20), "its layers have 16 experts"),
     "a quantisation that is a list": (config(quantization_config=[]), "config"),
     "not signed": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes() + b" "), "bytes, the manifest says"),
     "another byte": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes().replace(b"1", b"2")), "digest"),

@@ -3,13 +3,12 @@
 import sys
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
 from moepack.pack.errors import InputError
 from moepack.pack.tables import shown_loss
 from moepack.reports.inspect import inspect
-from moepack.reports.page import skew, write_page
+from moepack.reports.page import write_page
 from moepack.shared.palette import colour
 
 
@@ -107,11 +106,3 @@ def test_hostile_words_stay_words(damaged, edit_manifest, tmp_path, monkeypatch)
         edit_manifest(damaged, lambda m, odd=odd: m.update(provenance=dict.fromkeys(
             ("checkpoint", "calibration", "phases", "recipe", "tools", "shrunk"), odd)))  # fmt: skip
         page_of(damaged, tmp_path / "report.html")
-
-
-def test_skew():
-    """By hand: even is 0; one of four has all is 3/4; 3, 1 is 1/4."""
-    assert skew(np.array([5.0, 5, 5, 5])) == pytest.approx(0)
-    assert skew(np.array([8.0, 0, 0, 0])) == pytest.approx(0.75)
-    assert skew(np.array([3.0, 1])) == pytest.approx(0.25)
-    assert skew(np.zeros(3)) == 0

@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 import tiny_models
-from live_models import wait_for
 from support import build_from, cli, for_logits, load_for_logits, ok
 
 import moepack
@@ -191,20 +190,3 @@ def test_mla_and_weights_kept_in_float32(tmp_path, demo_model, text):
     planned = plan(tmp_path / "bundle", for_logits(device_memory=20_000_000, policy="static:w2", kv_tokens=77))
     model = load_for_logits(tmp_path / "bundle", policy="static:w2", device_memory=20_000_000, kv_tokens=77)
     assert planned.fixed == model.moepack.fixed and planned.used_bytes == model.moepack.resident_bytes()
-
-
-@pytest.mark.parametrize("policy", [QUIET, "hotness:prior=none,interval=1e9"])
-def test_the_bytes_used_are_those_reserved(bundle, policy):
-    """Those that are shown promoted are promoted after loading, and then it is these bytes."""
-    budget = enough(bundle, 900_000, policy=policy)
-    planned = plan(bundle, for_logits(device_memory=budget, policy=policy))
-    model = load_for_logits(bundle, policy=policy, device_memory=budget)
-    model.moepack.manager.device.limit(None)
-    wanted = [x.versions for x in planned.per_layer]
-
-    def served():
-        versions = [{n: row.count(n) for n in x} for x, row in zip(wanted, model.moepack.versions, strict=True)]
-        return versions == wanted and model.moepack.resident_bytes() == planned.used_bytes
-
-    wait_for(served)  # bytes are reserved before a promotion, and its version is served after it
-    model.moepack.close()

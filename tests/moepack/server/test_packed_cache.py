@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from moepack.families.arguments import with_cache
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.sizes import storages
-from moepack.runtime.planning.fixed import KvShape
-from moepack.server.batching import packed_cache as rows_module
 from moepack.server.batching.engine import CacheSlot, Engine, StepInput
 from moepack.server.batching.packed_cache import CacheShape, NotPackable, PackedKvCache, RowInput, windows_of
 
@@ -144,18 +141,6 @@ def test_attention_that_sees_more_than_its_cache_keeps_is_found_out(tmp_path):
     assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
 
 
-def test_the_comparison_can_fail(tmp_path, monkeypatch):
-    """Planted: queries that see one key too few."""
-    model = model_of("qwen3_moe", tmp_path)
-    wanted = plain_answers(model, prompts_of())
-    inner = rows_module._attend
-    monkeypatch.setattr(
-        rows_module, "_attend",
-        lambda q, k, v, *rest: inner(q, k[:, :, 1:], v[:, :, 1:], *rest) if k.shape[2] > 4 else inner(q, k, v, *rest),
-    )  # fmt: skip
-    assert [tokens for tokens, _ in answers(Engine(model, STEP), prompts_of())] != [tokens for tokens, _ in wanted]
-
-
 @pytest.mark.parametrize(("family", "windows"), (("qwen3_moe", [None, None]), ("gpt_oss", [32, None])))
 def test_rows_say_what_they_hold(family, windows, tmp_path):
     """Held bytes are exact after every step; the predicted bytes are never fewer."""
@@ -178,23 +163,6 @@ def test_rows_say_what_they_hold(family, windows, tmp_path):
         assert all(row.length <= row.room < row.length + 160 for row in slots)
     engine._rows.remove(slots[0])
     assert rows.held_bytes == shape.bytes(slots[1].room, STEP)
-
-
-def test_bytes_by_hand():
-    assert CacheShape(10).bytes(100, 8) == 1000
-    assert [CacheShape(10, fixed=7).bytes(room, 8) for room in (0, 100)] == [0, 1007]
-    assert CacheShape(10, ((4, 32),)).bytes(20, 8) == 280  # the window is not full yet
-    assert CacheShape(10, ((4, 32),)).bytes(100, 8) == 1000 + 4 * (31 + 8)
-
-
-def test_the_shape_is_read_from_what_was_measured(tmp_path):
-    engine = Engine(model_of("gpt_oss", tmp_path), STEP)
-
-    parts = ((0, 64, 64 * 31), (0, 64, 64 * 31), (8, 0, None), (0, 64, None), (0, 64, None))
-    engine._watch = SimpleNamespace(shape=KvShape(parts))
-    assert engine._shape() == CacheShape(128, ((128, 32),))
-    engine._with_states = frozenset([1])
-    assert engine._shape() == CacheShape(128, ((128, 32),), fixed=8)
 
 
 def test_a_cache_is_gone_when_its_last_row_is(tmp_path):

@@ -15,7 +15,6 @@ import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.contract import PrefillEnded, SequenceEnded
-from moepack.runtime.policies.prefill import Prefill
 from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.residency.sequences import Sequences
 from moepack.server.batching.engine import Engine, StepInput
@@ -43,8 +42,8 @@ def served(bundle, tokenizer, options, policy):
 @pytest.mark.parametrize(
     "policy, changes",
     [
-        ("static:w4", False), ("uniform", False), ("random", False), ("hotness:interval=0.05", True),
-        ("lru:hi=bf16,lo=w2", True), ("lru:lo=absent", False), (ATTENTION, True), (f"{ATTENTION},by=counts", True),
+        ("static:w4", False), ("hotness:interval=0.05", True),
+        ("lru:hi=bf16,lo=w2", True), ("lru:lo=absent", False), (ATTENTION, True),
         ("prefill:hi=bf16,k=4,bits=3", True), ("paged", False),
     ],
 )  # fmt: skip
@@ -153,24 +152,6 @@ def test_a_row_that_is_read_again_is_a_sequence_of_its_own():
     assert sequences.over() == [1]
     again = rows.add(8)
     assert reads((other, 1, False), (again, 5, True)) == [(2, 0, False, False), (3, 5, True, False)]
-
-
-def test_prefill_places_by_the_prompts_of_those_who_decode(bundle, tokenizer, options, monkeypatch):
-    """While two sequences run, the importance is the mean of both prompts' (policies/prefill.py)."""
-    seen = []
-    merged = Prefill._merged
-
-    def counting(self):
-        seen.append(len(self._decoding()))
-        return merged(self)
-
-    monkeypatch.setattr(Prefill, "_merged", counting)
-    with served(bundle, tokenizer, options, "prefill:hi=bf16,k=4,bits=3") as server:
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda prompt: ask(server.url, prompt, max_tokens=60, ignore_eos=True), PROMPTS[:2]))
-        policy = server.model.moepack.manager.policy
-        wait_for(lambda: not policy._sequences)
-    assert seen == [1, 2] or seen[0] == 2
 
 
 def test_what_cannot_be_served_is_refused_by_name(bundle):

@@ -159,18 +159,6 @@ def test_a_prompt_keeps_its_beginning(tmp_path):
             assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM)), 200) == CHUNK * left
 
 
-def test_servers_with_the_same_folder_share_the_limit(tmp_path):
-    model = model_of("qwen3_moe", tmp_path)
-    written(model, tmp_path / "kept")
-    size = sum(path.stat().st_size for path in held(tmp_path / "kept"))
-    most = size * 4 // 3
-    with files_of(tmp_path / "one", most) as files:
-        written(model, tmp_path / "one", most=most)  # by another server
-        read(Engine(model, STEP, MOST, files), [n + 1 for n in SYSTEM], (192, 200))
-        wait_for(lambda: files._waiting.empty())
-    assert 0 < len(held(tmp_path / "one")) <= 4
-
-
 def test_few_files_are_open_and_each_is_checked_once(tmp_path, monkeypatch):
     """Requests that were refused leave none open for long, and a prompt that comes again finds room for its own."""
     model = model_of("qwen3_moe", tmp_path)
@@ -194,20 +182,6 @@ def test_few_files_are_open_and_each_is_checked_once(tmp_path, monkeypatch):
             assert read(engine, prompt, (200,))[0] == 192
         assert len(checked) == 3 and not files._found
         engine.remove(slot)
-
-
-def test_a_file_stays_where_reading_it_failed(tmp_path, monkeypatch, caplog):
-    model = model_of("qwen3_moe", tmp_path)
-    written(model, tmp_path / "kept")
-
-    def fails(*_):
-        raise OSError(24, "Too many open files")
-
-    with files_of(tmp_path / "kept") as files, caplog.at_level(logging.WARNING):
-        with monkeypatch.context() as patch:
-            patch.setattr(prefix_files.os, "open", fails)
-            files.look_for(chunk_keys(SYSTEM))
-        assert "Too many open files" in caplog.text and len(held(tmp_path / "kept")) == 3
 
 
 def test_what_waits_is_written_before_a_server_ends(tmp_path, monkeypatch):

@@ -37,33 +37,6 @@ def text(events):
     return "".join(e.text for e in events)
 
 
-def test_many_are_answered_together(bench):
-    b = bench(Machine(gate=threading.Event()))
-    told = [b.ask([n + 1] * (n + 1), 10) for n in range(7)]
-    b.machine.gate.set()
-    b.ended()
-    for n, events in enumerate(told):
-        assert text(events) == expected([n + 1] * (n + 1), 10) and events[-1].finish == "length"
-    assert max(len(p) for p in b.machine.passes) == 4 and b.machine.held() == 0
-    assert len(b.machine.passes) < 40  # 70 tokens one by one would be 70 passes
-    assert b.scheduler.totals.finished == 7 and b.scheduler.totals.generated_tokens == 70
-    assert b.scheduler.totals.prompt_tokens == sum(range(1, 8))
-
-
-def test_a_long_prompt_does_not_hold_others_up(bench):
-    """It is read in what a step leaves beside one token of each other sequence; those go on in every pass."""
-    b = bench(Machine(gate=threading.Event(), before=lambda items: time.sleep(0.005)))
-    b.ask([1], 60)
-    b.machine.gate.set()
-    wait_for(lambda: b.events[0])
-    told = b.ask(list(range(40)), 3)
-    b.ended()
-    reading = [p for p in b.machine.passes if len(p) == 2 and p[1][0] > 1]
-    assert [p[1] for p in reading] == [(7, 0), (7, 7), (7, 14), (7, 21), (7, 28), (5, 35)]
-    assert all(p[0][0] == 1 for p in reading) and all(sum(n for n, _ in p) <= 8 for p in b.machine.passes)
-    assert text(told) == expected(list(range(40)), 3) and text(b.events[0]) == expected([1], 60)
-
-
 def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench, monkeypatch):
     """It comes where the pass's tokens are read. Sequences that come later are answered."""
     b, found = bench(Machine(at_once=lambda: 16)), scheduler.likeliest_of
@@ -252,30 +225,6 @@ def test_kept_chunks_leave_before_a_request_waits(room, limits, bench):
         assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(count)]
         assert b.machine.kept == kept and b.scheduler.totals.preempted == 0
         assert max(len(p) for p in b.machine.passes) == count
-
-
-def test_none_leaves_where_that_would_not_help(bench):
-    """A second sequence has no room even without them, so it waits, and they stay."""
-    b = bench(Machine(room=240, kept=64, gate=threading.Event()), step_tokens=128)
-    told = [b.ask([n + 1] * 110, 60) for n in range(2)]
-    b.machine.gate.set()
-    b.ended()
-    assert [text(events) for events in told] == [expected([n + 1] * 110, 60) for n in range(2)]
-    assert b.machine.kept == 64 and max(len(p) for p in b.machine.passes) == 1
-
-
-def test_kept_chunks_leave_before_a_pass_is_made_smaller(bench):
-    """The budget refuses until none is left."""
-
-    def refuse(items):
-        if b.machine.kept:
-            raise BudgetExceeded("kept")
-
-    b = bench(Machine(kept=256, before=refuse))
-    told = b.ask([1] * 8, 3)
-    b.ended()
-    assert text(told) == expected([1] * 8, 3) and b.machine.kept == 0
-    assert b.machine.passes[0] == [(8, 0)], "all of the prompt, in the next pass"
 
 
 def test_a_pass_that_fails_fails_its_sequences_alone(bench):

@@ -231,11 +231,6 @@ def test_a_served_model_decodes_as_without_kernels(bundle, monkeypatch):
             assert divergence.max() < 2e-3
 
 
-def test_attention_modules_keep_their_code(bundle):
-    model = moepack.load(bundle, policy="static:bf16")
-    assert serve_attention(model) == {}, "once is enough"
-
-
 def test_a_budget_leaves_matrices_where_kernels_read_them(bundle):
     """Weights are copied out of their files before they move into huge pages, not after."""
     with load_for_logits(bundle, policy="static:w4", device_memory=64_000_000, dtype=torch.bfloat16).moepack as serving:

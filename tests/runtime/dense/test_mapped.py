@@ -48,16 +48,6 @@ def test_a_model_serves_the_bytes_that_were_checked(damaged):
         load_for_logits(damaged, policy="static:w4", device_memory="1GB")
 
 
-def test_a_name_may_hold_anything(tmp_path):
-    """The system writes the ends of lines in mapped files' names in another way."""
-    (folder := tmp_path / "a\nb (deleted)").mkdir()
-    save_file({"a": torch.ones(1 << 20)}, folder / "x.safetensors")
-    with safe_open(folder / "x.safetensors", "pt") as tensors:
-        model = torch.nn.ParameterDict({"a": tensors.get_slice("a")[...]}).requires_grad_(False)
-    mapped.own(model, opened(folder / "x.safetensors"))
-    assert bool((model["a"] == 1).all())
-
-
 def test_what_another_mapping_had_is_left_alone(tmp_path, monkeypatch):
     """A model that was dropped may unmap the same file meanwhile: its addresses are then another allocation's."""
     file = tmp_path / "x.safetensors"

@@ -41,8 +41,8 @@ def gpu(monkeypatch):
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_every_encoding(version):
     """With and without a bias, odd sizes, few tokens and many, every dtype of activations."""
-    cases = [(36, 200, 1, d) for d in LEAST] + [(70, 200, 3, torch.bfloat16)] + [(33, 131, 16, d) for d in LEAST]
-    cases += [(17, 65, 33, torch.bfloat16), (17, 65, 33, torch.float16)]
+    cases = [(36, 200, 1, d) for d in LEAST] + [(70, 200, 3, torch.bfloat16)] + [(33, 131, 16, torch.bfloat16)]
+    cases += [(17, 65, 33, torch.float16)]
     for k, (rows, cols, tokens, dtype) in enumerate(cases):
         matrix = Matrix("m", rows, cols, bias=bool(k % 2))
         module = packed(matrix, version, k)

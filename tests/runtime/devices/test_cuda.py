@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
-from live_models import wait_for
 from released_values import gaussian_released
 from support import PATIENCE, at_once, damage
 
@@ -26,7 +25,6 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.cuda import CudaDevice
 from moepack.runtime.devices.migration import Cancelled
 from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.store import files as store_module
 from moepack.runtime.store import filling
 from moepack.runtime.store.cudart import Cudart
 from moepack.runtime.store.files import BackingStore, Stored
@@ -112,16 +110,6 @@ def test_blocks_are_the_bundles_bytes(bundle, way, slots, benches):
     assert bench.device.host()["mode"] == way
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_pinned_extent_is_one_copy(bundle, way, benches):
-    bench = benches(bundle, way)
-    for version, calls in (("w4", ["copy"]), ("bf16", ["copy", "decode", "copy"])):
-        bench.gpu.log.clear()
-        event, _ = bench.fetch(version, 1, 2)
-        event.wait()
-        assert event.error is None and bench.gpu.log == calls, "of bf16 the second is what the decoder reports"
-
-
 class Pinned:
     """A host's store that holds one extent, or a file's pages, which nobody may read."""
 
@@ -166,32 +154,6 @@ def test_codes_that_no_kernel_decodes_are_decoded_before_the_copy(name, way, tmp
         assert gpu.log == ["copy", "copy"] and not gpu.wrong
     finally:
         device.close()
-
-
-def test_the_next_chunk_is_read_while_this_one_is_copied(bundle, benches, monkeypatch):
-    """Nothing waits for a copy between chunks, nor the next extent for the copies of this one."""
-    bench, real = benches(bundle, patience=10**6), os.preadv
-    monkeypatch.setattr(store_module, "CHUNK", 8192)
-
-    def read(fd, parts, at):
-        bench.gpu.log.append("read")
-        return real(fd, parts, at)
-
-    monkeypatch.setattr(os, "preadv", read)
-    first, _ = bench.fetch("w4", 0, 0)
-    second, _ = bench.fetch("w4", 0, 1)
-    third, _ = bench.fetch("w4", 0, 2)
-    chunks = sum(-(-bench.store.stored("w4", 0, e).size // 8192) for e in range(2))
-    wait_for(lambda: len(bench.gpu.log) >= 2 * chunks)
-    time.sleep(0.05)
-    assert chunks > 3 and bench.gpu.log == ["read", "copy"] * chunks, "the third has no buffer yet"
-    assert not any(event.done() for event in (first, second, third)) and bench.gpu._done["copies"] == 0
-    bench.gpu.patience = 1
-    with monkeypatch.context() as patch:
-        patch.setattr("fake_cuda.FakeEvent.query", lambda self: not self._gpu.carry_out(self._stream, self._issued))
-        for event in (first, second, third):
-            event.wait()
-            assert event.error is None
 
 
 def test_damage_ends_a_fetch_after_its_copies(damaged, benches):
@@ -307,12 +269,6 @@ def test_a_fetch_does_not_wait_for_the_filling(bundle, benches, monkeypatch):
     assert event.error is None and bench.device.host()["filling"]
     bench.check("bf16", 3, 3, target)
     gate.set()
-
-
-def test_marks(bundle, benches):
-    bench = benches(bundle)
-    mark = bench.device.mark()
-    assert not mark.done() and not mark.done() and mark.done()
 
 
 # --- a GPU

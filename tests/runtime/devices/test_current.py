@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moepack.pack.codec import exponent_fast
 from moepack.pack.codec.exponent import HEADER
 from moepack.pack.spec import ExpertLayer, Matrix, Version
-from moepack.runtime.devices.handle_tables import DeviceTables
 from moepack.runtime.devices.torch_cuda import TorchGpu
 from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall
@@ -153,15 +152,6 @@ def test_events_behind_copies(fake):
             one.record()
     one.mark()
     assert fake.done[2:] == [("event", 1, s) for s in ("copies", "decoder", "default")]
-
-
-def test_whether_a_graph_is_captured_is_asked_of_the_tables_device(fake, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(fake.note("asked")))
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: fake.note("pin") or self)
-    one = SimpleNamespace(table=np.zeros(8), words=np.zeros((5, 9), np.int64), over=lambda row: row.device)
-    assert DeviceTables([8], CUDA1, lambda: None).take(1, [one]).snapshots == (CUDA1,)
-    assert fake.done == [("asked", 1, "default"), ("pin", 1, "default")]
 
 
 def test_counts_are_cleared_on_the_stream_of_the_step_that_adds_to_them(monkeypatch):

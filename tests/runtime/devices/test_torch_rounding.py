@@ -1,19 +1,14 @@
 """What torch's allocator takes of a GPU for what is asked of it, by its own rules, stays inside the budget."""
 
 import pytest
-import torch
 from fake_cuda import FakeCudart, FakeGpu
 from live_models import least
 from support import load_for_logits
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, Matrix, Version
-from moepack.runtime.attach import load_map
 from moepack.runtime.devices.cuda_memory import BlockMemory
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.fixed import rounding
-from moepack.runtime.planning.paging import block_on_gpu, segment
 from moepack.runtime.residency.pools import Pool
 
 MIB = 1 << 20
@@ -58,29 +53,6 @@ def test_ranges_for_all_experts_stay_inside(version, lost):
     assert live.reserved <= experts + staging + rounding(1, True)
 
 
-class Asked(TorchDispatchMode):
-    """The bytes of every new tensor away from the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        new = func in (torch.ops.aten.empty.memory_format, torch.ops.aten._to_copy.default)
-        if new and isinstance(out, torch.Tensor) and out.device.type == "meta":
-            self.sizes.append(out.nbytes)
-        return out
-
-
-def test_a_static_map_asks_for_one_range_a_device(bundle):
-    opened, table = open_bundle(bundle), ((("w4",) * 8 + ("w2",) * 8,) * 4)
-    with Asked() as asked:
-        layers = load_map(opened, table, [torch.device("meta")] * 4)
-    experts = sum(layer.resident_bytes for layer in layers)
-    assert asked.sizes == [experts, *[8 * 16] * 4], "and for each layer's table"
-
-
 @pytest.mark.parametrize("gpu", [False], indirect=True, ids=["without computing"])
 def test_pools_are_one_range(gpu, small, monkeypatch):
     policy, asked, memory = "hotness:hi=bf16,lo=w2,interval=60", [], gpu.gpu.memory
@@ -110,13 +82,3 @@ def test_blocks_are_given_back_whoever_looks_at_them():
     memory.close()
     memory.close()
     assert not gpu.blocks and gpu.wrong == ["given back while it is read or written"]
-
-
-@pytest.mark.parametrize("size", [PAGE, 300 * PAGE, 6 * MIB + PAGE, 9 * MIB, 10 * MIB, 235 * MIB + PAGE])
-def test_what_blocks_take_of_torch(size):
-    """Any number of them, one after another: their bytes, and the end of the last segment."""
-    allocator, block = Allocator(), block_on_gpu(size)
-    for n in range(1, 100):
-        allocator.allocate(block)
-        assert allocator.reserved <= n * block + segment(size)
-    assert size <= block < 1.5 * size or size == PAGE == block

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 
 import hypothesis.strategies as st
 import numpy as np
@@ -220,35 +218,6 @@ def test_a_rate_does_not_hold_up_what_is_unwanted_or_closed():
         pass
     assert job.out is not None  # at the rate both would take 2,000 s, longer than a test may
     tier.close()
-
-
-def test_closed_it_runs_calls_on_their_own_threads():
-    tier = HostTier(1)
-    tier.close()
-    tier.close()
-    assert not tier._thread.is_alive()
-    seen = []
-
-    def work():
-        seen.append(threading.current_thread().name)
-        return torch.ones(1), 1
-
-    with tier.beside(work) as job:
-        pass
-    assert job.out is not None and seen == [threading.current_thread().name]
-
-
-def test_nothing_is_left_behind(tier):
-    """An idle tier keeps no module alive, nor the copy of its norm."""
-    module = layer_of([Where.HOST] * EXPERTS, tier, Normed())
-    x, index, gates = routed(4, 2, torch.float32)
-    with torch.no_grad():
-        experts_forward(module, x, index, gates)
-    assert tier.module(module).post_expert_norm is tier.module(module).post_expert_norm
-    gone = weakref.ref(module)
-    del module
-    gc.collect()
-    assert gone() is None
 
 
 # --- another device

@@ -54,11 +54,6 @@ def test_measured_once_for_each_number_of_threads(file, asked):
     assert len(json.loads(file.read_text())["tables"]) == 2
 
 
-def test_limits_of_dense_matrices(asked):
-    assert backends.dense_limits(BF16, ["w8", "w4", "w8"]) == [6, 16, 6]
-    assert asked == [(name, torch.get_num_threads()) for name in ("w8", "w4")]
-
-
 def test_another_machines_table_is_not_used(file, asked, monkeypatch):
     backends.direct_limits(BF16, VERSIONS, 1)
     for what in ("_processor", "build"):
@@ -141,17 +136,6 @@ def test_any_number_of_tokens(fused, limit, monkeypatch):
     monkeypatch.setattr(autotune, "_ways", lambda *_: ways)
     assert autotune.measure_limit(BF16, "w4", backends.CANDIDATES, 1) == limit
     assert max(timed) <= autotune.MOST and (autotune.MOST in timed) == (limit == backends.UNLIMITED)
-
-
-def test_without_measurements_integers_have_no_limit_with_avx2(monkeypatch):
-    monkeypatch.setenv(backends.VARIABLE, "fixed")
-    native = backends.library()
-    for level in native.LEVELS[: native.BEST + 1]:
-        native.use_level(native.LEVELS.index(level))
-        rows = {(row["device"], row["version"]): row["tokens"] for row in backends.table()}
-        assert (rows["cpu, bfloat16", "w4"] == "any") == (level == "avx2")
-        assert rows["cpu, bfloat16", "bf16"] != "any" and rows["cpu, float32", "w4"] != "any"
-    native.use_level()
 
 
 @pytest.mark.parametrize("name", [name.split()[1] for name in backends.DEFAULTS if name.startswith("bfloat16")])

@@ -11,8 +11,8 @@ import torch
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.devices.handle_tables import DeviceTables
-from moepack.runtime.experts.forward import experts_forward, reference_forward
-from moepack.runtime.experts.handles import NOTHING, REACHES, LayerCall, LayerExperts
+from moepack.runtime.experts.forward import experts_forward
+from moepack.runtime.experts.handles import NOTHING, REACHES, LayerExperts
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.step.context import Step, opened
@@ -85,16 +85,6 @@ def test_a_layer_waits_for_nothing_and_launches_what_is_served(module, monkeypat
             out = experts_forward(module, x, index, gates)
         assert out.shape == x.shape and out.dtype == x.dtype and launches.count == count and counters.used
     assert module._moepack.current.served == [1, 2]
-
-
-@pytest.mark.parametrize("waiting", ["counts", "experts"])
-def test_planted_waits_are_found(module, waiting):
-    x, index, gates = routed()
-    with pytest.raises((NotImplementedError, RuntimeError)):
-        if waiting == "counts":
-            Counters([8], (), META).layer(0)
-        else:
-            reference_forward(LayerCall(module, module._moepack.current, x, index, gates))
 
 
 class Mark:

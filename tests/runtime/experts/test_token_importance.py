@@ -1,16 +1,12 @@
 """Heavy hitters, from queries and keys: against whole matrices, and without any trace in what a model computes."""
 
-import gc
 import math
-import weakref
 
 import pytest
 import torch
 from live_models import least
 from support import load_for_logits
 from tiny_models import random_model
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moepack
 from moepack.pack.errors import InputError
@@ -155,16 +151,6 @@ def test_attention_received_by_hand():
     assert attention_received(q, k, None, 1.0, text=text)[0].tolist() == pytest.approx([0.25, 0.75])
 
 
-def test_who_is_a_heavy_hitter():
-    scores = torch.tensor([[5.0, 1, 5, 2, 0], [9, 1, 2, 3, 4]])
-    text = torch.tensor([[True] * 5, [False, True, True, True, True]])
-    for share, want in ((0.2, [[0], [4]]), (0.4, [[0, 2], [3, 4]])):
-        found = [row.nonzero().flatten().tolist() for row in heavy_hitters(scores, share, text)]
-        assert found == want, "of equals the first"
-    assert heavy_hitters(scores[:, :1], 0.01).tolist() == [[True], [True]], "at least one"
-    assert heavy_hitters(scores, 1.0, text).equal(text), "padding never is"
-
-
 def test_other_models_and_decoding_are_left_alone():
     """Only the model that reads a prompt is seen, while it does; what families read in configurations stays."""
     model, other = model_of("qwen3_moe"), model_of("qwen3_moe")
@@ -185,29 +171,6 @@ def test_other_models_and_decoding_are_left_alone():
     with pytest.raises(RuntimeError), recorder.watching((1, 8), None, 0):
         raise RuntimeError
     assert model.config._attn_implementation == "sdpa", "however a pass ends"
-
-
-def test_other_code_gets_its_attention_as_before():
-    """By its own names of arguments, in models of other makers too; a function made for one object goes with it."""
-    TokenImportance(model_of("qwen3_moe"), layers_of(model_of("qwen3_moe")), 0.2, 1 << 20)
-    table, x = ALL_ATTENTION_FUNCTIONS, torch.randn(1, 2, 3, 8)
-    module = torch.nn.Module()
-    module.is_causal = module.training = False
-    plain, _ = sdpa_attention_forward(module, x, x, x, None)
-    for get in (lambda: table.get_interface("sdpa", None), lambda: table["sdpa"], lambda: table.get("sdpa")):
-        assert torch.equal(get()(module, query=x, key=x, value=x, attention_mask=None)[0], plain) and get() is get()
-    assert table["flash_attention_2"].__name__ == "flash_attention_forward"
-
-    class Own:
-        def eager(self, *args, **given):
-            return 7, None
-
-    own = Own()
-    assert table.get_interface("eager", own.eager)(module, x, x, x, None)[0] == 7
-    ref = weakref.ref(own)
-    del own
-    gc.collect()
-    assert ref() is None
 
 
 @pytest.mark.parametrize(

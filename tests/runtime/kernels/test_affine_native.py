@@ -251,14 +251,6 @@ def test_a_fork_while_another_thread_has_the_arena():
         thread.join()
 
 
-def test_a_limit_leaves_busy_experts_out():
-    layer = make_layer(Matrix("m", 20, 64), VERSIONS, [1, 2])
-    index = torch.tensor([[0], [1], [1], [1]])
-    x = activations(4, 64, torch.float32)
-    out = product(layer, x, index, np.full(len(VERSIONS), 2), fill=7.0)
-    assert (out[1:] == 7).all() and relative(out[:1], expected(layer, x, index)[:1]) <= 1e-5
-
-
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_combine(dtype):
     generator = torch.Generator().manual_seed(0)

@@ -268,28 +268,3 @@ def test_one_launch_for_all_versions_makes_the_same_bits(gated, versions, stand_
     torch.testing.assert_close(summed(got, gates, routed.live, torch.float32), total, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="do not fit"):
         switched(m, forms, numbers, handles, routed.geometry, x[:, :-1].contiguous(), got, gated)
-
-
-@pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter tells the addresses")
-@pytest.mark.parametrize("name", ["w8", "w4", "mxfp8"])
-def test_few_tokens_read_codes_in_whole_lines(name, monkeypatch):
-    """For `w8`, which asked for halves of lines: over the bus, from pinned memory, each half is a request."""
-    from triton.runtime import interpreter
-
-    version = Version.of(name, 32 if name == "mxfp8" else 128)
-    m = Matrix("m", 32, 1024)
-    layer, real, seen = make_layer(m, [version], [0], 1), interpreter.InterpreterBuilder.create_load, []
-
-    def load(self, ptr, *more):
-        seen.append(ptr.data)
-        return real(self, ptr, *more)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_load", load)
-    run(layer, m, [version], activations(1, 1024, torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64))
-    begin = layer.extents[0].data_ptr() + make_forms((m,), version)[0].low
-    size = m.weights * (8 if "8" in name else 4) // 8
-    codes = [at.astype("int64") - begin for at in seen if at.ndim == 5 and (0 <= at[0, 0, 0, 0, 0] - begin < size)]
-    warps = [warp.reshape(-1) for at in codes for share in at for warp in share]  # of 8 times 4 threads, 4 words each
-    assert sum(map(len, warps)) * 4 == size and all(len(warp) == 128 for warp in warps)
-    lines = [len(set((warp - warp.min() // 128 * 128) // 128)) for warp in warps]
-    assert lines == [4] * len(warps), "512 bytes are four lines"

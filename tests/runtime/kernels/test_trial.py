@@ -99,18 +99,6 @@ def test_a_wrong_form_is_named(bits, group, last, forms, plant):
     assert wrong.count("(form ") == forms * (1 + native.has_tiles(torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("function", "says"),
-    [("moepack_affine_unpack", "unpacked to"), ("moepack_affine_attend", "attention over 37"),
-     ("moepack_affine_heads", "heads' products, lifted"), ("moepack_rotate", "rotation"),
-     ("moepack_affine_combine", "weighted sums")],
-)  # fmt: skip
-def test_a_function_that_does_nothing_is_found(function, says, monkeypatch):
-    """The fault: what the trial calls and does not look at."""
-    monkeypatch.setattr(native.library, function, lambda *args: 0)
-    assert says in trial.trial()
-
-
 def test_a_wrong_level_is_not_used(small, plant, monkeypatch, caplog):
     """The fault: wrong logits where a compiler, or a processor, is wrong. The next start knows without a trial."""
     with monkeypatch.context() as without:

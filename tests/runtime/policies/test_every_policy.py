@@ -23,9 +23,13 @@ REFUSED = {(p, "linear attention"): "attention" for p in POLICIES if p.startswit
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def made(request, demo_model, text, tmp_path_factory):
+def made(request, demo_model, text, made_once):
     family, more = MODELS[request.param]
-    yield request.param, build_tiny(family, tmp_path_factory.mktemp("every"), RTN, demo_model, text, **more)
+
+    def make(folder):
+        build_tiny(family, folder, RTN, demo_model, text, **more)
+
+    return request.param, made_once(f"every-policy-{family}", make) / "bundle"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -13,7 +13,6 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.policies.contract import Changes, Interval, LayerReached, Setting
 from moepack.runtime.policies.importance import Importance, ImportanceOptions, critical_count, retention
-from moepack.runtime.policies.lru import Recent, RecentOptions
 from moepack.runtime.policies.mixed_cache import MixedCache
 from moepack.runtime.policies.placements import ABSENT, Placement
 from moepack.runtime.policies.reducers import GATES, HEAVY, ranked
@@ -127,18 +126,6 @@ def test_prefetch_of_a_prompt_is_of_the_most_frequent():
     assert list(got.items()) == [((0, 0), 0), ((1, 1), 0), ((1, 2), 0)]
 
 
-def test_prefetch_takes_no_room_from_what_is_needed():
-    """Room for four: what runs now and what is predicted stay, in this order."""
-    policy = Importance(setting([4, 4]), ImportanceOptions(r=1.0))
-    told = {"predicted": [1, 1, 1, 0], "predicted_gates": [0.5, 0.3, 0.2, 0.0]}
-    (got,) = answers(policy, reached(0, [1, 1, 0, 0], room=16, gates=[0.5, 0.5, 0, 0], **told))
-    assert got == {(0, 0): 0, (0, 1): 0, (1, 0): 0, (1, 1): 0}
-    (again,) = answers(policy, reached(0, [1, 0, 0, 0], room=16, gates=[1.0, 0, 0, 0], **told))
-    assert again == {(0, 0): 0, (0, 1): 2, (1, 2): 0}, "the other of the layer's was used last, but is not needed now"
-    (none,) = answers(policy, reached(0, [1, 1, 1, 1], room=16, gates=[0.25] * 4, **told))
-    assert set(none.items()) == {((0, e), 0) for e in range(4)} | {((1, e), 2) for e in range(3)}, "no room is left"
-
-
 def test_random_experts_are_as_many():
     """The papers' comparison: the same share, whoever they are; the same ones every time."""
 
@@ -193,19 +180,6 @@ SIZES = [[4, 2, 0], [5, 3, 0]]
 EXPERTS = 4
 ALIKE = [[4, 2, 0], [4, 2, 0]]
 HIGH, LOW, NONE = range(3)
-
-
-def test_the_least_recently_used_leave_and_never_for_their_own_layer():
-    cache = MixedCache(SIZES)
-    cache.serve(0, {0: HIGH, 1: HIGH}, 16)
-    cache.serve(1, {0: HIGH}, 16)
-    cache.serve(0, {0: HIGH}, 16)
-    assert cache.serve(1, {1: LOW}, 14) == {(1, 1): LOW, (0, 1): NONE}, "it was used before (0, 0) and (1, 0)"
-    with pytest.raises(InputError, match="take 16 bytes, which 15 do not hold"):
-        cache.serve(0, dict.fromkeys(range(4), HIGH), 15)
-    some = MixedCache(SIZES)
-    got = some.serve(0, dict.fromkeys((3, 2, 1, 0), HIGH), 9, all_of_them=False)
-    assert got == {(0, 3): HIGH, (0, 2): HIGH, (0, 1): NONE, (0, 0): NONE}, "the most important are had"
 
 
 def test_what_is_not_there_is_not_held():
@@ -319,15 +293,6 @@ def test_the_cache_against_a_model():
     run_state_machine_as_test(CacheMachine, settings=QUICK)
 
 
-def test_lru_without_a_low_version_loads_everything():
-    policy = Recent(setting([3, 2], (4, 0)), RecentOptions(lo="absent"))
-    event = LayerReached(0.0, [6, 6], 0, np.array([1, 0, 2]))
-    assert policy.decide(event) == {(0, 2): 0, (0, 0): 0} and policy.worth((0, 2)) > policy.worth((0, 0))
-    assert policy.decide(LayerReached(0.0, [6, 6], 1, np.array([1, 1]))) == {(1, 0): 0, (1, 1): 0, (0, 0): 1}
-    with pytest.raises(InputError, match="12 bytes, which 11"):
-        policy.decide(LayerReached(0.0, [6, 5], 0, np.array([1, 1, 1])))
-
-
 def test_blocks_bound_each_placement():
     """Two blocks of either placement, whatever the bytes: the least recently used of the same placement leaves."""
     cache = MixedCache(ALIKE, most=[(1, 1, 0), (1, 1, 0)])
@@ -378,36 +343,3 @@ class Blocks(RuleBasedStateMachine):
 
 def test_no_placement_has_more_experts_than_blocks():
     run_state_machine_as_test(Blocks, settings=QUICK)
-
-
-class Unhurried(MixedCache):
-    """Without the answer at once for what is in memory already."""
-
-    def _are_here(self, *_):
-        return False
-
-
-@given(st.randoms(use_true_random=False))
-@settings(max_examples=200)
-def test_what_is_here_already_is_answered_the_same(rng):
-    """The same placements, the same order of leaving; placements in memory follow the answers, but for some."""
-    count, places = rng.randint(1, 6), rng.randint(2, 4)
-    sizes = [[*sorted((rng.randint(1, 9) for _ in range(places - 1)), reverse=True), 0]] * 2
-    most = rng.choice([None, [[rng.randint(1, 4)] * (places - 1) + [99]] * 2])
-    reuse = rng.random() < 0.5
-    caches = [kind(sizes, reuse, most) for kind in (MixedCache, Unhurried)]
-    placed, room = np.full((2, count), places - 1), rng.randint(3, 40)
-    for _ in range(25):
-        layer, some = rng.randrange(2), rng.sample(range(count), rng.randint(1, count))
-        wants = {e: rng.randrange(places) for e in some}
-        coming = np.array([rng.choice([-1, rng.randrange(places)]) for _ in range(count)])
-        if rng.random() < 0.1:
-            placed[rng.randrange(2), rng.randrange(count)] = rng.randrange(places)
-        said = [c.serve(layer, wants, room, placed[layer], coming, all_of_them=False) for c in caches]
-        if rng.random() < 0.2:
-            ahead = {e: rng.randrange(places - 1) for e in wants}
-            said = [a | c.foresee(1 - layer, ahead, room, {}) for a, c in zip(said, caches, strict=True)]
-        assert said[0] == said[1] and list(caches[0].held.items()) == list(caches[1].held.items())
-        assert all(caches[0].last_used(key) == caches[1].last_used(key) for key in caches[0].held)
-        for key, placement in said[0].items():
-            placed[key] = placement

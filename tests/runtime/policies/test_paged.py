@@ -100,15 +100,6 @@ def test_bytes_come_first_and_alpha_grows_back_from_there():
     assert after(shares, 0.95, time=20.0) == [2, 2, 2] and after(shares, 0.1, time=30.0) == [3, 3, 3]
 
 
-def test_alpha_stays_above_zero_and_at_most_one():
-    low, high = made("alpha=0.25"), made()
-    for i in range(20):
-        after(low, 1e6, time=10.0 * (i + 1))
-        after(high, 1e-6, stored=1000.0, time=10.0 * (i + 1))
-    assert low.held == [1, 1, 1] and low.alpha == 3 / 24
-    assert high.held == [8, 8, 8] and high.alpha == 1.0
-
-
 def test_changes_are_staggered_over_layers_or_not():
     shares = made("alpha=0.25,stagger=no")
     assert after(shares, 0.5) == [5, 2, 2], "as many, of one layer"
@@ -124,12 +115,6 @@ def test_nothing_is_decided_before_its_time_or_without_steps():
     assert shares.held == [5, 5, 5], "what was counted meanwhile"
     shares.measured(interval(9.0), ROOM)
     assert shares.held == [5, 5, 5]
-
-
-def test_a_step_that_asks_for_nothing_needs_no_memory():
-    shares = made("alpha=0.5")
-    shares.measured(interval(10.0, 1.0, 1, [[0, 0, 0]] * LAYERS), ROOM)
-    assert shares.rho == INF and shares.held == [3, 3, 3]
 
 
 # --- convergence on a simulated machine
@@ -169,13 +154,6 @@ def test_it_comes_to_rest(compute, stagger):
     assert rho <= 1 or seen[-1] == [1] * LAYERS or plant.rho(less) < 0.9, "memory that could be given back"
     if stagger == "yes":
         assert rho >= 0.9 or plant.rho(more) <= rho, "memory that would help"
-
-
-def test_kv_comes_and_goes_on_a_machine():
-    plant = Plant(made(), 1e-6)
-    seen = plant.run(60, lambda i: [2 * SMALL] * LAYERS if 20 <= i < 40 else ROOM)
-    assert seen[19] == [8] * LAYERS and all(row == [2] * LAYERS for row in seen[20:40]) and seen[-1] == [8] * LAYERS
-    assert seen[40] == [3] * LAYERS, "one expert a layer at a time"
 
 
 # --- what a pass is answered

@@ -81,14 +81,6 @@ def test_the_rest_gets_widths_that_fall_with_importance():
         assert started(alike, [99]) == {(0, e): number for e in range(6)}, "the base is named too"
 
 
-def test_layers_are_placed_each_by_itself():
-    made = policy([2, 3], k=1, bits=2.0)
-    started(made, [SIZE, SIZE])
-    made.decide(read(1, [[1, 9], [5, 1, 1]]))
-    assert {key for key, to in made.decide(begins(1, [SIZE, SIZE])).items() if not to} == {(0, 1), (1, 0)}
-    assert sum(to == 0 for to in started(policy([2, 3]), [SIZE, 0]).values()) == 1
-
-
 def test_k_is_what_fits():
     for k, capacity, most, high in (
         (-1, 35, None, 3), (2, 35, None, 2), (9, 35, None, 3), (-1, 0, None, 0), (-1, 99, None, 4), (-1, -5, None, 0),

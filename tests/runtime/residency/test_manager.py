@@ -18,16 +18,14 @@ import moepack
 from moepack.cli import app
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.reports.evaluate import evaluate
 from moepack.runtime.devices import migration
-from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import make_plan
 from moepack.runtime.policies.hotness import HotnessOptions
 from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.store import files as store_module
 from moepack.runtime.trace import read_trace
 
-SECONDS = float(os.environ.get("MOEPACK_STRESS_SECONDS", "5"))
+SECONDS = float(os.environ.get("MOEPACK_STRESS_SECONDS", "3"))
 
 
 def test_the_hot_experts_are_promoted_in_the_budget(bundle):
@@ -233,15 +231,6 @@ def test_eval_counts_and_traces(bundle, evaluation, tmp_path):
         assert record.reserved_bytes <= 60_000_000
     assert read.records[-1].bytes_moved > read.records[0].bytes_moved
     assert any(v == 0 for row in read.records[-1].active for v in row)
-
-
-def test_static_and_uniform_are_traced_too(bundle, evaluation, tmp_path):
-    path = tmp_path / "t.jsonl"
-    for policy in ("static:w4", "uniform"):
-        given = LoadOptions(policy=policy, device_memory=60_000_000)
-        score = evaluate(bundle, [str(evaluation)], given, length=64, samples=16, trace=path)
-        assert score.promotions == score.forward_waits == 0 and score.resident_bytes_peak <= 60_000_000
-        assert len(read_trace(path).records) == 1
 
 
 def test_copies_keep_to_the_rate_and_are_cancelled(bundle):

@@ -1,15 +1,13 @@
 """Experts without a resident version: what a layer waits for, what is fetched ahead, and what happens when it fails."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from live_models import ids, least, load, same
+from live_models import ids, least, load
 from residency_simulation import Kind, WaitingSimulation
-from support import damage, load_for_logits, spy
-from tiny_models import FAMILIES, build_tiny
+from support import damage, spy
 
 import moepack
 from moepack.pack.errors import BundleError, InputError
@@ -45,17 +43,6 @@ class Waits(WaitingSimulation):
 def moved(sim):
     m = sim.demand.moved
     return [m.demand_bytes, m.prefetch_bytes, m.prefetch_in_time, m.prefetch_late, m.prefetch_wasted]
-
-
-def test_what_was_cancelled_after_it_had_arrived_does_not_come():
-    sim = Waits()
-    sim.demand.reach(0, Changes({(0, 0): HIGH, (1, 0): HIGH, (1, 1): LOW}))
-    sim.arrive()
-    sim.arrive()
-    sim.demand.reach(1, Changes({(1, 2): HIGH, (1, 0): NONE}))
-    sim.demand.where(1)
-    assert sim.at() == {(0, 0): HIGH, (1, 2): HIGH}
-    sim.check()
 
 
 def test_a_layer_waits_for_its_own_and_not_for_what_is_ahead():
@@ -100,17 +87,6 @@ def test_what_arrives_and_is_not_needed_is_wasted():
     sim.demand.reach(1, Changes({(1, 0): HIGH}))
     assert moved(sim) == [200, 300, 0, 0, 300] and sim.at() == {(1, 0): HIGH, (1, 1): LOW}, "what came stays"
     sim.check()
-
-
-def test_a_whole_answer_names_all_that_stays():
-    """Not only what changes: what is not named leaves, whether it is there or on its way."""
-    sim = Waits()
-    sim.demand.reach(0, {(0, 0): HIGH, (0, 1): LOW, (1, 0): LOW})
-    sim.demand.reach(0, {(0, 1): LOW})
-    while sim.jobs:
-        sim.arrive()
-    sim.demand.where(0)
-    assert sim.at() == {(0, 1): LOW} and sim.residency.counts.cancelled == 1
 
 
 def test_room_that_a_cancelled_copy_still_has_is_waited_for():
@@ -249,16 +225,6 @@ def test_copies_that_were_checked_are_not_digested_again_unless_their_file_chang
     always.close()
 
 
-def test_an_experts_module_that_is_called_by_itself_has_its_experts(bundle):
-    model = load(bundle, "lru:hi=w4,lo=absent", least(bundle, "lru:hi=w4,lo=absent") + 100_000)
-    plain = moepack.load(bundle, policy="static:w4")
-    x = torch.randn(3, model.config.hidden_size).to(model.dtype)
-    index, weights = torch.tensor([[0, 1], [5, 3], [1, 2]]), torch.rand(3, 2).to(model.dtype)
-    with torch.inference_mode():
-        a, b = (m.model.layers[1].mlp.experts(x, index, weights) for m in (model, plain))
-    assert torch.equal(a, b) and float(a.abs().sum()) > 0
-
-
 @pytest.mark.parametrize("policy", [FOUR_TWO + ",reuse=no", "lru:lo=absent", HOTTEST])
 @pytest.mark.parametrize("where", ["reach", "_leave", "_fetch"])
 def test_an_interruption_between_an_answer_and_its_end_costs_no_memory(bundle, policy, where):
@@ -299,22 +265,3 @@ def test_an_expert_moves_beside_passes():
     sim.demand.where(1)
     assert not sim.residency.leaving and moved(sim) == [200, 200, 0, 0, 0]
     sim.check()
-
-
-def test_families_that_read_the_attentions_name(demo_model, text, made_once):
-    """An indexer masks the keys of `sdpa` and `eager` alone: observed attention is still called so."""
-    recipe = """
-versions: [bf16, w4, w2]
-quantize: {method: rtn, group_size: 32, loss_tokens: 64}
-calibration: {samples: 4, length: 32, batch_size: 4}
-"""
-
-    def make(folder):
-        indexed = {"n_group": 1, "index_topk": 4, "index_head_dim": 32, "index_n_heads": 4}
-        build_tiny("glm_moe_dsa", folder, recipe, demo_model, text, **FAMILIES["deepseek_v3"] | indexed)
-
-    path = Path(made_once("sparse-attention", make) / "bundle")
-    plain = moepack.load(path, policy="static:w4")
-    given = {"prefill_tokens": 64, "kv_tokens": 64}
-    model = load_for_logits(path, policy=f"{FOUR_TWO},r=1", device_memory=1 << 40, **given)
-    same(model, plain, 24, 60)

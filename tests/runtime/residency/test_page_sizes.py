@@ -20,7 +20,6 @@ from moepack.pack.encodings.bf16 import LosslessBf16
 from moepack.pack.reader import open_bundle
 from moepack.pack.sections import MEMORY_PAGE
 from moepack.runtime.devices import cpu
-from moepack.runtime.planning.paging import block_on_gpu
 from moepack.runtime.store import page_file
 
 
@@ -96,12 +95,6 @@ def test_parts_of_pages_are_not_given_back(pages):
     for start, size in ((page, 4096), (4096, page)):
         with pytest.raises(ValueError, match="not whole pages"):
             memory.give_back(start, size)
-
-
-def test_a_gpus_block_is_whole_pages(pages):
-    """The fault: a share of a segment that its pool rounds up, so that the segment's last block has no room."""
-    for size in range(pages.size, 4 << 20, pages.size):
-        assert block_on_gpu(size) % pages.size == 0 <= block_on_gpu(size) - size
 
 
 def test_extents_are_read_ahead_from_whole_pages(pages, bundle):

@@ -1,6 +1,5 @@
 """`prefill` and the host tier on real bundles: bits, budgets, migrations, threads."""
 
-import gc
 import json
 import time
 
@@ -8,12 +7,10 @@ import numpy as np
 import pytest
 import torch
 from live_models import at, ids, least, load, logits, ours, wait_for
-from support import RTN, load_for_logits, spy
-from tiny_models import build_tiny
+from support import load_for_logits, spy
 from transformers import DynamicCache
 
 from moepack.pack.errors import InputError
-from moepack.pack.reader import open_bundle
 
 ROOM = 1_500_000
 
@@ -64,38 +61,6 @@ def test_host_and_device_compute_the_same_bits(bundle, tmp_path, dtype):
         assert torch.equal(got, logits(plain, ids(seed, size)))
         settle(model)
     assert model.moepack.counters()["forward_waits"] == 0 and model.moepack.counters()["host_bytes"] > 0
-
-
-def test_one_migration_a_sequence(bundle):
-    """A prompt in chunks and many steps after it: one answer, when decoding begins, and none while it goes on."""
-    model = load(bundle, "prefill", room=ROOM, kv_tokens=96)
-    live, decide, answers = model.moepack.manager, model.moepack.manager.policy.decide, []
-
-    def listening(event):
-        wanted = decide(event)
-        if wanted is not None:
-            answers.append(event)
-        return wanted
-
-    live.policy.decide = listening
-    tokens, cache = ids(3, 48), DynamicCache(config=model.config)
-    before = model.moepack.versions
-    for chunk in tokens.split(20, dim=1):
-        logits(model, chunk, past_key_values=cache, use_cache=True)
-        settle(model)
-    assert not answers and model.moepack.versions == before
-    placed = set()
-    for n in range(12):
-        logits(model, tokens[:, n : n + 1], past_key_values=cache, use_cache=True)
-        settle(model)
-        placed.add(model.moepack.versions)
-    assert [type(e).__name__ for e in answers] == ["DecodingBegan"] and len(placed) == 1 and before not in placed
-    del cache
-    gc.collect()
-    settle(model)
-    assert len(answers) == 1
-    moved = model.moepack.counters()
-    assert moved["promotions"] > 0 and moved["forward_waits"] == 0
 
 
 def test_the_prompts_experts_are_on_the_device(bundle, monkeypatch):
@@ -156,18 +121,3 @@ def test_options_of_the_host_tier(bundle):
     model.moepack.close()
     with pytest.raises(InputError, match="size 'fast'"):
         load_for_logits(bundle, policy="prefill", device_memory=budget, host_rate="fast")
-
-
-def test_shared_experts_dense_layers_and_all_experts_for_every_token(demo_model, text, tmp_path):
-    """deepseek_v3 with top_k = experts, a dense layer first, a shared expert in each: the bits of the same versions."""
-    more = {"num_experts_per_tok": 8, "topk_group": 2}
-    made = build_tiny("deepseek_v3", tmp_path, RTN, demo_model, text, **more)
-    assert len(open_bundle(made).layers) == 2
-    model = load(made, "prefill:bits=2", room=4 * 64 * 1024, prefill_tokens=64, kv_tokens=64)
-    decoded(model, ids(0, 12))
-    settle(model)
-    model.moepack.manager.policy.decide = lambda event: None
-    here = {name for row in model.moepack.versions for name in row}
-    assert "bf16" in here and len(here) > 1
-    plain = on_the_device(made, model, tmp_path)
-    assert torch.equal(decoded(model, ids(1, 9)), decoded(plain, ids(1, 9)))

@@ -17,7 +17,6 @@ from transformers.cache_utils import StaticLayer
 
 from moepack.runtime.policies.contract import DecodingBegan, PrefillEnded, SequenceBegan, SequenceEnded
 from moepack.runtime.policies.reducers import GATES
-from moepack.runtime.residency import sequences as sequences_module
 from moepack.runtime.residency.sequences import Sequences
 from moepack.runtime.step.counters import Counters
 
@@ -80,20 +79,6 @@ def test_caches_that_were_not_made_by_a_pass():
     assert sequences.over() == [5]
     with sequences.reading({}) as (prompt, _):
         assert prompt.sequence == 0
-
-
-def test_a_cache_that_dies_while_another_takes_its_address(monkeypatch):
-    """Its end is told, though what a pass makes meanwhile stands where it stood."""
-    monkeypatch.setattr(sequences_module, "id", lambda cache: 7, raising=False)
-    sequences, caches = Sequences(), [Cache(), Cache()]
-    one_pass(sequences, 5, None, caches[0])
-    with sequences.reading({"input_ids": torch.zeros(1, 2)}) as (_, told):
-        del caches[0]
-        told(SimpleNamespace(past_key_values=caches[0]))
-    assert sequences.over() == [1]
-    caches.clear()
-    del told
-    assert sequences.over() == [2]
 
 
 def test_what_fails_ends_with_its_pass():

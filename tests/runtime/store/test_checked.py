@@ -125,27 +125,3 @@ def test_a_change_while_a_file_is_read_is_found_later(damaged, digests):
     with pytest.raises(BundleError, match="layer 2, expert 5"):
         stored.read_into(out)
     store.close()
-
-
-def test_what_is_served_meanwhile_does_not_disturb_the_record(damaged, digests, monkeypatch):
-    """Threads that serve add extents while the record is written."""
-    real, opened = checked._write, open_bundle(damaged)
-
-    def write(file, places):
-        shared = next(d for d in given if d is not None)
-        shared["w2", 0, 0] = (1, 2, 3, 4, 5)
-        assert ("w2", 0, 0) not in places
-        real(file, places)
-
-    monkeypatch.setattr(checked, "_write", write)
-    with checked.recording(opened, True):
-        given = [checked.recorded()]
-        given[0]["w4", 0, 0] = (1, 2, 3, 4, 5)
-    assert list(checked._read(checked._file(opened))) == [("w4", 0, 0)]
-
-
-def test_a_user_without_a_home_has_no_record(damaged, digests, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with checked.recording(open_bundle(damaged), True):
-        assert checked.recorded() is None

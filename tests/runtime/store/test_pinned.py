@@ -15,7 +15,6 @@ from fake_cuda import READS_ONLY, REGISTERS, FakeCudart
 from support import PATIENCE, damage, open_files
 
 from moepack.pack.reader import open_bundle
-from moepack.runtime.store import files as store_module
 from moepack.runtime.store import filling, host_limit, pinning
 from moepack.runtime.store.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
 from moepack.runtime.store.files import BackingStore
@@ -196,22 +195,6 @@ def test_short_reads_and_refused_direct_reads(opened, how, kinds, monkeypatch):
     host.close()
 
 
-def test_every_digest_is_checked_once(opened, monkeypatch):
-    real, count = store_module.hashlib.sha256, []
-
-    def counting(*head):
-        if not head:  # with an argument it is a file's header
-            count.append(1)
-        return real(*head)
-
-    monkeypatch.setattr(store_module.hashlib, "sha256", counting)
-    for attributes in (None, NO_MAPPINGS, {REGISTERS: 0, READS_ONLY: 0}):
-        count.clear()
-        host = filled(opened, FakeCudart(attributes))
-        assert len(count) == 64
-        host.close()
-
-
 @pytest.mark.parametrize("attributes", [None, NO_MAPPINGS, {REGISTERS: 0, READS_ONLY: 0}])
 def test_damage_is_named_and_never_served(damaged, attributes):
     """One extent is damaged, one file is cut short and one has gone since they were opened: the others are pinned."""
@@ -265,14 +248,6 @@ def test_regions_in_order():
     assert {(p.file[1], e) for p in few for e in p.experts} == {(1, 0), (1, 3), (0, 1)}
     large = plan_pieces({("w4", 0): {0: 50, 1: 50}}, {("w4", 0): [1, 2]}, 60, in_place=False, most=20)
     assert [(p.experts, p.size) for p in large] == [((1,), 50)], "an extent above a region's size is one of its own"
-
-
-def test_pieces_are_used_one_after_another(opened):
-    cuda = FakeCudart(NO_MAPPINGS)
-    host = filled(opened, cuda, piece=size_of(opened) // 12)
-    assert 12 <= len(cuda.registered) < 24 and check(host, opened) == set(PLACES)
-    assert host.state()["read_bytes"] == size_of(opened) and host.state()["bytes_per_second"] > 0
-    host.close()
 
 
 def test_host_limits(tmp_path):
@@ -343,13 +318,6 @@ def test_nothing_leaks(bundle):
         del host, store
     gc.collect()
     assert not held() - before
-
-
-def test_limits_of_probing():
-    rows = {row["mode"]: row for row in pinning.probe(Cudart(0, FakeCudart(NO_MAPPINGS, refuse("allocate"))), 1 << 20)}
-    assert [row["works"] for row in rows.values()] == [False, True, False, True]
-    assert "ReadOnlySupported is 0" in rows["mapped"]["reason"] and "out of memory" in rows["allocated"]["reason"]
-    assert rows["registered"]["bytes_per_second"] > 0
 
 
 def test_rocm_pins_by_its_own_names(monkeypatch):

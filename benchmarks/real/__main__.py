@@ -8,7 +8,8 @@ SmolLM2-135M-Instruct's MLPs, each copied into eight experts of a Mixtral, two f
 with calls of tools, trained a little on their own domain. It is an upcycled small model, not a released one, and its
 base lies on a grid of 4 bits, so that a version of 4 bits may flatter itself: the second command, which measures it,
 says how far the weights left that grid. `--make` goes on where it was interrupted and ends in the same bytes. The third
-builds it by several recipes and says what each version costs in divergence, perplexity and answers.
+builds it by several recipes and says what each version costs in divergence, perplexity and answers. `--quick` runs all
+three on a small model of random weights.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moepack.runtime.patches import quiet_libraries
 
 from . import measure, upcycle, versions
 from .make import make, texts_of, tokens_of
-from .source import SourceError, cache, dense, source
+from .source import SourceError, cache, dense, generated, source
 from .texts import DOMAINS
 
 
@@ -44,32 +45,48 @@ def main() -> None:
     args = parser.parse_args()
     quiet_libraries()
     try:
-        if args.make:
-            torch.set_num_threads(1)  # a sum over several depends on how many there are
-            training = upcycle.Training(steps=2, length=128) if args.quick else upcycle.Training(steps=args.steps)
-            make(source(args.source), args.output, training, args.workers)
+        if args.quick:
+            _quick(args)
+        elif args.make:
+            _make(args, source(args.source), cache(), upcycle.Training(steps=args.steps))
         elif not (args.output / "config.json").exists():
             parser.error(f"{args.output} has no model: add --make")
         elif args.versions:
-            _versions(args)
+            _versions(args, count=6, each=40)
         else:
-            _what_it_is(args)
+            _what_it_is(args, source(args.source), count=16)
     except SourceError as error:
         sys.exit(str(error))
 
 
-def _what_it_is(args: argparse.Namespace) -> None:
-    model, tokenizer = dense(source(args.source))
-    count = 2 if args.quick else 16
+def _quick(args: argparse.Namespace) -> None:
+    """All three commands on a small generated model."""
+    with tempfile.TemporaryDirectory() as work:
+        args.output = Path(work) / "model"
+        released = generated(Path(work) / "released")
+        _make(args, released, Path(work), upcycle.Training(steps=2, length=128, rank=2))
+        _what_it_is(args, released, count=2)
+        args.recipe = ["default", "quality"]
+        _versions(args, count=2, each=2)
+
+
+def _make(args: argparse.Namespace, released: Path, stages: Path, training: upcycle.Training) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a sum over several depends on how many there are
+    make(released, args.output, stages, training, args.workers)
+    torch.set_num_threads(threads)
+
+
+def _what_it_is(args: argparse.Namespace, released: Path, count: int) -> None:
+    model, tokenizer = dense(released)
     held = {domain: upcycle.windows(tokens_of(tokenizer, domain, held=True), 512)[:count] for domain in DOMAINS}
     rows, targets, more = measure.measured(model, args.output, held)
     print(", ".join(f"{name}: {value:.3g}" for name, value in more["weights"].items()))
     finish("the upcycled model and its source", measure.COLUMNS, rows, targets, args.json, more)
 
 
-def _versions(args: argparse.Namespace) -> None:
+def _versions(args: argparse.Namespace, count: int, each: int) -> None:
     recipes = args.recipe or list(versions.RECIPES)
-    count, each = (1, 2) if args.quick else (6, 40)
     tokenizer = AutoTokenizer.from_pretrained(args.output)
     with tempfile.TemporaryDirectory() as work:
         calibration = [_written(Path(work), tokenizer, domain, held=False) for domain in DOMAINS]

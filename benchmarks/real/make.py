@@ -16,16 +16,19 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from moepack.runtime.patches import quiet_libraries
 
 from . import upcycle
-from .source import cache, dense
+from .source import dense
 from .texts import DOMAINS, Messages, domain_texts
 from .upcycle import BRANCHES
 
 
-def make(released: Path, output: Path, training: upcycle.Training, workers: int) -> None:
-    """Train what is not yet trained, `workers` branches at a time, and save the model in BF16 with its tokenizer."""
+def make(released: Path, output: Path, stages: Path, training: upcycle.Training, workers: int) -> None:
+    """Train what is not yet trained, `workers` branches at a time, and save the model in BF16 with its tokenizer.
+
+    `stages` keeps what is trained: a folder for each training and its text.
+    """
     model, tokenizer = dense(released)
     data = {domain: upcycle.windows(tokens_of(tokenizer, domain), training.length) for domain in DOMAINS}
-    work = cache() / f"stages-{_digest(training, data)}"
+    work = stages / f"stages-{_digest(training, data)}"
     work.mkdir(parents=True, exist_ok=True)
     paths = {branch: work / f"{branch.domain}-{branch.half}.safetensors" for branch in BRANCHES}
     left = [branch for branch, path in paths.items() if not path.exists()]

@@ -90,6 +90,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().sum(1).mean() / 2)
 
 
+@torch.no_grad()
 def _moved(released: LlamaForCausalLM, mixture: MixtralForCausalLM) -> Row:
     """How far experts are from the released MLP, in steps of its grid of 4 bits and relative to its size."""
     steps, sizes, parts = 0.0, 0.0, 0

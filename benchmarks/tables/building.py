@@ -7,11 +7,13 @@ from .common import TEXTS, figures, mean_rise, percent, ratio, results, rise, sh
 
 @shown
 def quality() -> str:
-    """Perplexity by version, with what that is above the plain model."""
+    """Perplexity by version, with what that is above the plain model; rounding is in `summary`."""
     rows = results("quality-tiny-qwen3-moe")["rows"]
     plain = rows[0]
     out = []
     for row in rows:
+        if row["version"].endswith(" rtn"):
+            continue
         name = row["version"].removesuffix(" gptq")
         bits = f"{row['bits/weight']:.4g}"
         cells = [f"{figures(row[t])}" + ("" if row is plain else f" ({percent(rise(row, plain, t))})") for t in TEXTS]
@@ -30,6 +32,17 @@ def summary() -> str:
         cells = [percent(mean_rise(r, rows["transformers"])) if r else "" for r in (ours, rounded)]
         out.append([f"`{name}`", f"{ours['bits/weight']:.4g}", *cells])
     return table(["version", "bits a weight", "perplexity", "rounding to nearest"], out)
+
+
+@shown
+def real() -> str:
+    """The upcycled model beside its source, by text."""
+    out = []
+    for row in results("real")["rows"]:
+        after = f"{figures(row['upcycled'])} ({row['upcycled, 95 %']})"
+        shares = [f"{row[name]:.0f} %" for name in ("own experts %", "apart from other text %")]
+        out.append([row["text"], figures(row["source"]), after, *shares])
+    return table(["unseen text", "source", "upcycled", "own experts", "apart"], out)
 
 
 SETS = {

@@ -1,0 +1,110 @@
+"""Make a Mixture-of-Experts of 0.7 B parameters that speaks English, and say what it is.
+
+    python -m benchmarks.real --make
+    python -m benchmarks.real
+    python -m benchmarks.real --versions
+
+SmolLM2-135M-Instruct's MLPs, each copied into eight experts of a Mixtral, two for each of prose, maths, code and chats
+with calls of tools, trained a little on their own domain. It is an upcycled small model, not a released one, and its
+base lies on a grid of 4 bits, so that a version of 4 bits may flatter itself: the second command, which measures it,
+says how far the weights left that grid. `--make` goes on where it was interrupted and ends in the same bytes. The third
+builds it by several recipes and says what each version costs in divergence, perplexity and answers. `--quick` runs all
+three on a small model of random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from benchmarks.common import Target, arguments, finish
+from moepack.runtime.patches import quiet_libraries
+
+from . import measure, upcycle, versions
+from .make import make, texts_of, tokens_of
+from .source import SourceError, cache, dense, generated, source
+from .texts import DOMAINS
+
+
+def main() -> None:
+    """Parse arguments, make, measure."""
+    parser = arguments(__doc__)
+    parser.add_argument("--make", action="store_true", help="train and save it; two cores take up to an hour")
+    parser.add_argument("--source", type=Path, help="the released GGUF file, where it cannot be fetched")
+    parser.add_argument("-o", "--output", type=Path, default=cache() / "model", help="where the model goes, or is")
+    parser.add_argument("--steps", type=int, default=upcycle.Training().steps, help="of each branch and the routers")
+    parser.add_argument("--workers", type=int, default=2, help="branches trained at a time, 3 GB each")
+    parser.add_argument("--versions", action="store_true", help="build it by recipes, and evaluate their versions")
+    parser.add_argument("--recipe", action="append", choices=versions.RECIPES, help="with --versions; default: all")
+    args = parser.parse_args()
+    quiet_libraries()
+    try:
+        if args.quick:
+            _quick(args)
+        elif args.make:
+            _make(args, source(args.source), cache(), upcycle.Training(steps=args.steps))
+        elif not (args.output / "config.json").exists():
+            parser.error(f"{args.output} has no model: add --make")
+        elif args.versions:
+            _versions(args, count=6, each=40)
+        else:
+            _what_it_is(args, source(args.source), count=16)
+    except SourceError as error:
+        sys.exit(str(error))
+
+
+def _quick(args: argparse.Namespace) -> None:
+    """All three commands on a small generated model."""
+    with tempfile.TemporaryDirectory() as work:
+        args.output = Path(work) / "model"
+        released = generated(Path(work) / "released")
+        _make(args, released, Path(work), upcycle.Training(steps=2, length=128, rank=2))
+        _what_it_is(args, released, count=2)
+        args.recipe = ["default", "quality"]
+        _versions(args, count=2, each=2)
+
+
+def _make(args: argparse.Namespace, released: Path, stages: Path, training: upcycle.Training) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a sum over several depends on how many there are
+    make(released, args.output, stages, training, args.workers)
+    torch.set_num_threads(threads)
+
+
+def _what_it_is(args: argparse.Namespace, released: Path, count: int) -> None:
+    model, tokenizer = dense(released)
+    held = {domain: upcycle.windows(tokens_of(tokenizer, domain, held=True), 512)[:count] for domain in DOMAINS}
+    rows, targets, more = measure.measured(model, args.output, held)
+    print(", ".join(f"{name}: {value:.3g}" for name, value in more["weights"].items()))
+    finish("the upcycled model and its source", measure.COLUMNS, rows, targets, args.json, more)
+
+
+def _versions(args: argparse.Namespace, count: int, each: int) -> None:
+    recipes = args.recipe or list(versions.RECIPES)
+    tokenizer = AutoTokenizer.from_pretrained(args.output)
+    with tempfile.TemporaryDirectory() as work:
+        calibration = [_written(Path(work), tokenizer, domain, held=False) for domain in DOMAINS]
+        data = [_written(Path(work), tokenizer, domain, held=True) for domain in DOMAINS]
+        rows = versions.compared(args.output, Path(work), tokenizer, calibration, data, recipes, count, each)
+    targets = [
+        Target(f"{name}: most of default's divergence at equal bytes", max(left), 0.75, "lower")
+        for name in recipes
+        if name in ("refined", "quality") and (left := versions.at_equal_bytes(rows, "default", name))
+    ]
+    finish("versions of the upcycled model", versions.COLUMNS, rows, targets, args.json)
+
+
+def _written(folder: Path, tokenizer: PreTrainedTokenizerBase, domain: str, *, held: bool) -> str:
+    path = folder / f"{domain}-{'held' if held else 'seen'}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts_of(tokenizer, domain, held=held)))
+    return str(path)
+
+
+if __name__ == "__main__":
+    main()

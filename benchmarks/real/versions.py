@@ -1,0 +1,112 @@
+"""What each version costs the upcycled model in divergence, perplexity and answers, by recipe."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+import moepack
+from benchmarks.common import Row
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import parse_recipe
+from moepack.reports.evaluate import evaluate
+from moepack.reports.inspect import inspect
+from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.served_model import ServedModel
+from moepack.shared.progress import progress
+
+from .tasks import accuracy, answered, questions
+
+RECIPES = {  # what is built: versions, and options of quantize
+    "default": ("bf16, w4, w3, w2", "method: gptq"),
+    "refined": ("bf16, w4, w3, w2", "method: gptq, refine: true"),
+    "quality": ("bf16, w4d5, w3d4, w2d3", "method: gptq, refine: true, scale_bits: 8"),
+    "rounded": ("bf16, w4, w3, w2", "method: rtn"),
+}
+_CALIBRATION = "{samples: 64, length: 512, batch_size: 4, dtype: float32}"
+COLUMNS = ("recipe", "version", "bits/weight", "KL", "KL, 95 %", "perplexity", "top-1 %", "right answers %", "95 %")
+
+
+def compared(
+    made: Path,
+    work: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    calibration: Sequence[str],
+    data: Sequence[str],
+    recipes: Sequence[str],
+    windows: int,
+    each: int,
+) -> list[Row]:
+    """Build `made` by each recipe under `work`, and evaluate each of its versions on `data` in float32.
+
+    Args:
+        windows: of 512 tokens, a file.
+        each: questions of each kind.
+    """
+    asked = questions(each)
+    rows: list[Row] = []
+    for name in recipes:
+        bundle = work / name
+        versions, options = RECIPES[name]
+        text = f"versions: [{versions}]\nquantize: {{{options}}}\ncalibration: {_CALIBRATION}"
+        if not bundle.exists():
+            with progress() as reporter:
+                build(made, bundle, parse_recipe(text, name), list(calibration), reporter=reporter)
+        for version, described in inspect(bundle)["versions"].items():
+            if version == "bf16" and rows:
+                continue
+            served = LoadOptions(policy=f"static:{version}", dtype="float32")
+            score = evaluate(bundle, data, served, samples=windows, kl=version != "bf16")
+            model = moepack.load(bundle, policy=f"static:{version}", dtype="float32")
+            with model.moepack:
+                right = answered(functools.partial(_logits, model), tokenizer, asked)
+            share, low, high = accuracy(right)
+            rows.append(
+                {
+                    "recipe": name,
+                    "version": version,
+                    "bits/weight": described["bits_per_weight"],
+                    "KL": score.kl or "",
+                    "KL, 95 %": _interval(score.kl_interval),
+                    "perplexity": score.perplexity,
+                    "top-1 %": "" if score.top1_agreement is None else 100 * score.top1_agreement,
+                    "right answers %": 100 * share,
+                    "95 %": f"{100 * low:.0f} to {100 * high:.0f}",
+                    "by kind": {kind: sum(outcomes) / len(outcomes) for kind, outcomes in right.items()},
+                }
+            )
+            print({key: value for key, value in rows[-1].items() if value is not None}, flush=True)
+    return rows
+
+
+def at_equal_bytes(rows: Sequence[Row], default: str, other: str) -> list[float]:
+    """The share of the default's divergence that another recipe's versions leave, at the bytes that each takes.
+
+    The default's divergence at those bytes lies on the line between the logarithms of its neighbours'; a version whose
+    bytes are beyond both ends of the default's is left out.
+    """
+    line = sorted((row["bits/weight"], math.log(row["KL"])) for row in rows if row["recipe"] == default and row["KL"])
+    shares = []
+    for row in rows:
+        if row["recipe"] != other or not row["KL"]:
+            continue
+        for (bits, kl), (more, less) in itertools.pairwise(line):
+            if bits <= row["bits/weight"] <= more:
+                part = (row["bits/weight"] - bits) / (more - bits)
+                shares.append(row["KL"] / math.exp(kl + part * (less - kl)))
+    return shares
+
+
+def _logits(model: ServedModel, ids: Tensor) -> Tensor:
+    return cast(Tensor, model(input_ids=ids, use_cache=False).logits)
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "" if ends is None else f"{ends[0]:.4g} to {ends[1]:.4g}"

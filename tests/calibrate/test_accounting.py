@@ -121,8 +121,10 @@ def in_two_files(tensors, path, places, also=""):
 FP8, UNTIED = torch.float8_e4m3fn, {"tie_word_embeddings": False}
 REFUSED = {
     "a tensor of no rule": (more(odd=torch.ones(1)), "odd has no place in the model"),
+    "a tower": (more(visual__patch_embed__weight=torch.ones(8, 8)), r"visual\.patch_embed\.weight has no place"),
     "a scale without codes": (lambda t: t.update({f"{QUERY}_scale_inv": torch.ones(1, 1)}), "q_proj.weight_scale_inv"),
     "codes without a scale": (cast(QUERY, FP8), "q_proj.weight is F8_E4M3"),
+    "an expert's codes without scales": (cast(expert(2), FP8), r"experts\.2\.down_proj.weight is F8_E4M3"),
     "wider than is read": (cast(QUERY, torch.float64), "q_proj.weight is F64"),
     "another shape": (lambda t: t.update({QUERY: t[QUERY][:8].clone()}), r"q_proj.weight has shape \(8, "),
     "an expert more, in the last layer": (an_expert_more, r"experts\.16\.down_proj.weight and 16 others"),

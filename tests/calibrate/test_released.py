@@ -214,7 +214,17 @@ BROKEN = {
         put("weight_scale", 3, float("inf")),
         r"weight_scale\[\d+, \d+\] is a scale that is NaN",
     ),
+    "an E8M0 that is NaN": (
+        "ct mxfp4",
+        put("weight_scale", 3, 0xFF),
+        r"weight_scale\[\d+, \d+\] is a scale that is NaN",
+    ),
     "an E8M0 of 2^100": ("ct mxfp4", put("weight_scale", 3, 227), r"weight_scale has a scale of 2\^100 or more"),
+    "an outer scale that is infinite": (
+        "modelopt nvfp4",
+        put("weight_scale_2", 0, float("inf")),
+        r"weight_scale_2\[0, 0\] is",
+    ),
     "a divisor of 0": (
         "ct nvfp4",
         put("weight_global_scale", 0, 0.0),

@@ -279,7 +279,9 @@ def always(status, *ends):
 
 RETRIED = [1.0, 2.0, 4.0, 8.0, 8.0]
 REFUSALS = {
+    "a wrong token, push": ("push", {"token": "hf_wrong"}, "does not know the token that HF_TOKEN holds (401: I", []),
     "a wrong token, pull": ("pull", {"token": "hf_wrong"}, "does not know the token that HF_TOKEN holds (401: I", []),
+    "a reader, to a new one": ("push-new", {"token": "hf_reader"}, "no right to write here (403: You need write", []),
     "a reader, to one that is": ("push", {"token": "hf_reader"}, "no right to write here (403: You need write", []),
     "not this Hub's kind": ("push", {"refuse": always(403, "/commit/")}, "no right to write here (403: Sorry.)", []),
     "another push": ("push", {"refuse": always(412, "/commit/")}, "changed the repository meanwhile", []),

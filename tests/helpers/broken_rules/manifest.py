@@ -106,6 +106,7 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "nested deeply": (lambda v: v.write(MANIFEST, b'{"a":' * 90_000), "json"),
     "UTF-16": (encoded("utf-16"), "json"),
     "a byte-order mark": (encoded("utf-8-sig"), "json"),
+    "no UTF-8": (lambda v: v.write(MANIFEST, b'{"format": "\xff"}'), "json"),
     "a name twice": (replaced(' "format": "moepack",\n', ' "format": "moepack",\n "format": "moepack",\n'), "json"),
     "white space": (replaced('": ', '":  '), "canonical"),
     "an escape of a letter": (replaced('"moepack"', '"m\\u006fepack"'), "canonical"),
@@ -113,6 +114,7 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "a digest that is no text": (lambda v: v.write(MANIFEST, canonical({**v.manifest, "sha256": 1})), "digest"),
     "another format": (put("format")("zip"), "format"),
     "a later version": (put("format_version")(7), "format-version"),
+    "an earlier version": (put("format_version")(5), "format-version"),
     "a number with a point": (put("layers", 0, "experts")(3.0), "json"),
     "a number with an exponent": (replaced('"experts": 3', '"experts": 3e0'), "json"),
     "minus zero": (replaced('"index": 1', '"index": -0'), "canonical"),
@@ -140,6 +142,7 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "three matrices": (signs(lambda d: d["layers"][0]["matrices"].append({})), "type"),
     "another matrix": (put("layers", 0, "matrices", 1, "name")("gate"), "value"),
     "no rows": (ROWS(0, 0), "range"),
+    "rows below zero": (ROWS(0, -18), "range"),
     "rows past the limit": (ROWS(0, (1 << 24) + 1), "range"),
     "an expert past 4 GiB": (
         signs(lambda d: [m.update(rows=1 << 17, cols=1 << 16) for m in d["layers"][0]["matrices"]]), "overflow"

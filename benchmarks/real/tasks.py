@@ -1,7 +1,7 @@
 """What bits cost in answers: questions that a model of this size can answer, each with four options.
 
-The answer is the option to which the model gives the most probability a token. Numbers, names and words are drawn from
-a seed; none of the questions is in the text that the experts were trained on.
+The answer is the option to which the model gives the most probability, with the mark that ends it. Numbers, names and
+words are drawn from a seed; none of the questions is in the text that the experts were trained on.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from moepack.pack.errors import NotFiniteError
 
 Logits = Callable[[Tensor], Tensor]  # int64 [rows, tokens] to [rows, tokens, vocabulary]
 
@@ -90,10 +92,16 @@ class Question:
 
 
 def questions(each: int, seed: int = 0) -> list[Question]:
-    """`each` questions of every kind: capitals, sums in words, copying, and JSON that a schema asks for."""
+    """`each` different questions of every kind: capitals, sums in words, copying, and JSON from a sentence."""
     draw = random.Random(seed)
-    kinds = (_capital, _sum, _copy, _json)
-    return [kind(draw) for kind in kinds for _ in range(each)]
+    asked: list[Question] = []
+    for kind in (_capital, _sum, _copy, _json):
+        by_prompt: dict[str, Question] = {}
+        while len(by_prompt) < each:
+            question = kind(draw)
+            by_prompt.setdefault(question.prompt, question)
+        asked += by_prompt.values()
+    return asked
 
 
 def answered(logits: Logits, tokenizer: PreTrainedTokenizerBase, asked: Sequence[Question]) -> dict[str, list[bool]]:
@@ -101,6 +109,8 @@ def answered(logits: Logits, tokenizer: PreTrainedTokenizerBase, asked: Sequence
     right: dict[str, list[bool]] = {}
     for question in asked:
         scores = list(_scores(logits, tokenizer, question))
+        if not all(map(math.isfinite, scores)):
+            raise NotFiniteError(repr(question.prompt), "has an answer whose probability is not finite")
         right.setdefault(question.kind, []).append(scores.index(max(scores)) == question.answer)
     return right
 
@@ -115,7 +125,7 @@ def accuracy(right: Mapping[str, Sequence[bool]]) -> tuple[float, float, float]:
 
 
 def _scores(logits: Logits, tokenizer: PreTrainedTokenizerBase, question: Question) -> Iterator[float]:
-    """The mean logarithm of the probability of each option's tokens.
+    """The logarithm of the probability of each option.
 
     Options are rows of one pass, filled up at their ends, where a causal model does not look.
     """
@@ -126,7 +136,7 @@ def _scores(logits: Logits, tokenizer: PreTrainedTokenizerBase, question: Questi
     with torch.no_grad():
         found = logits(torch.tensor(rows))[:, len(prompt) - 1 : -1].float().log_softmax(-1)
     for row, added in zip(found, options, strict=True):
-        yield float(row[: len(added)].gather(1, torch.tensor(added)[:, None]).mean())
+        yield float(row[: len(added)].gather(1, torch.tensor(added)[:, None]).sum())
 
 
 def _question(draw: random.Random, kind: str, prompt: str, right: str, wrong: Sequence[str]) -> Question:
@@ -137,8 +147,8 @@ def _question(draw: random.Random, kind: str, prompt: str, right: str, wrong: Se
 
 def _capital(draw: random.Random) -> Question:
     country, *others = draw.sample(sorted(_CAPITALS), _OPTIONS)
-    wrong = [f" {_CAPITALS[other]}" for other in others]
-    return _question(draw, "capitals", f"The capital of {country} is", f" {_CAPITALS[country]}", wrong)
+    wrong = [f" {_CAPITALS[other]}." for other in others]
+    return _question(draw, "capitals", f"The capital of {country} is", f" {_CAPITALS[country]}.", wrong)
 
 
 def _sum(draw: random.Random) -> Question:
@@ -148,8 +158,9 @@ def _sum(draw: random.Random) -> Question:
         f"Question: {name} has {left} {things} and finds {right} more. How many {things} does {name} have now?\n"
         f"Answer: {left} + {right} ="
     )
-    near = [left + right + by for by in (-10, -2, -1, 1, 2, 10) if left + right + by > 0]
-    return _question(draw, "sums", prompt, f" {left + right}", [f" {n}" for n in draw.sample(near, _OPTIONS - 1)])
+    below = draw.randint(0, _OPTIONS - 1)  # so that no rank among the options is likelier to be right
+    offsets = [-by for by in range(1, below + 1)] + list(range(1, _OPTIONS - below))
+    return _question(draw, "sums", prompt, f" {left + right}\n", [f" {left + right + by}\n" for by in offsets])
 
 
 def _copy(draw: random.Random) -> Question:

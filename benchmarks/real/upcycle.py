@@ -4,13 +4,15 @@ After "Branch-Train-MiX" (Sukhbaatar et al., 2024) and "Sparse Upcycling" (Komat
 low-rank change of every MLP of the dense model (LoRA, Hu et al., ICLR 2022), trained on one domain; the rest of the
 model stays as it was released. Two branches a domain, each on its half of the text, make eight experts a layer.
 
-Everything is a function of the texts and the seed: each stage runs on one thread, begins with its own seed and ends in
-a file, so that an interrupted run goes on with the stages that are left and ends in the same bytes.
+On machines with one instruction set and one release of torch everything is a function of the texts and the seed: each
+stage runs on one thread, begins with its own seed and ends in a file, so that an interrupted run goes on with the
+stages that are left and ends in the same bytes.
 """
 
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -27,7 +30,7 @@ from .texts import DOMAINS
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 TOP_K = 2
-_TWINS = 2  # branches of a domain
+TWINS = 2  # branches of a domain
 _RIDGE = 1e-2  # of the mean square of a router's inputs
 _DECISIVE = 3.0  # root mean square of the first router's logits: the likelier experts get most of a token
 _SHOWN = 4  # windows of each domain from which the first routers are fitted
@@ -56,10 +59,10 @@ class Branch:
     @property
     def expert(self) -> int:
         """Its index in every layer."""
-        return DOMAINS.index(self.domain) * _TWINS + self.half
+        return DOMAINS.index(self.domain) * TWINS + self.half
 
 
-BRANCHES = tuple(Branch(domain, half) for domain in DOMAINS for half in range(_TWINS))
+BRANCHES = tuple(Branch(domain, half) for domain in DOMAINS for half in range(TWINS))
 
 
 class LowRank(nn.Module):
@@ -133,7 +136,7 @@ def train_branch(model: LlamaForCausalLM, branch: Branch, data: Tensor, training
     """Train a branch on its half of a domain's windows [windows, length], and write its factors in BF16 to `path`."""
     torch.manual_seed(training.seed * 1000 + branch.expert)
     model.requires_grad_(False)
-    own = data[branch.half :: _TWINS]
+    own = data[branch.half :: TWINS]
     changed: dict[str, LowRank] = {}
     for index, layer in enumerate(model.model.layers):
         for name in PROJECTIONS:
@@ -242,7 +245,7 @@ def _separating(mixture: MixtralForCausalLM, shown: dict[str, Tensor]) -> list[T
         ridge = _RIDGE * square.diagonal().mean() * torch.eye(len(square))
         fitted = torch.linalg.solve(square + ridge, x.T @ wanted).T
         fitted *= _DECISIVE / (x @ fitted.T).square().mean().sqrt()
-        twins = fitted.repeat_interleave(_TWINS, 0)
+        twins = fitted.repeat_interleave(TWINS, 0)
         weights.append(twins + 0.1 * twins.square().mean().sqrt() * torch.randn_like(twins))
     return weights
 
@@ -274,6 +277,18 @@ def _descend(
 
 def _write(tensors: dict[str, Tensor], path: Path) -> None:
     """Write a whole file, or none."""
-    partial = path.with_suffix(".partial")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
-    partial.replace(path)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        partial = Path(folder) / path.name
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
+        partial.rename(path)
+
+
+def whole(path: Path) -> bool:
+    """Whether a stage has been written, and can be read."""
+    if not path.exists():
+        return False
+    try:
+        load_file(path)
+    except SafetensorError:
+        return False
+    return True

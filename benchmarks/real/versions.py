@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -53,12 +54,11 @@ def compared(
     asked = questions(each)
     rows: list[Row] = []
     for name in recipes:
-        bundle = work / name
+        bundle = work / name  # removed before the next one: each has several gigabytes
         versions, options = RECIPES[name]
         text = f"versions: [{versions}]\nquantize: {{{options}}}\ncalibration: {_CALIBRATION}"
-        if not bundle.exists():
-            with progress() as reporter:
-                build(made, bundle, parse_recipe(text, name), list(calibration), reporter=reporter)
+        with progress() as reporter:
+            build(made, bundle, parse_recipe(text, name), list(calibration), reporter=reporter)
         for version, described in inspect(bundle)["versions"].items():
             if version == "bf16" and rows:
                 continue
@@ -83,25 +83,32 @@ def compared(
                 }
             )
             print({key: value for key, value in rows[-1].items() if value is not None}, flush=True)
+        shutil.rmtree(bundle)
     return rows
 
 
-def at_equal_bytes(rows: Sequence[Row], default: str, other: str) -> list[float]:
-    """The share of the default's divergence that another recipe's versions leave, at the bytes that each takes.
+def at_equal_bits(rows: Sequence[Row], default: str, other: str) -> dict[str, float]:
+    """The share of the default's divergence that versions of another recipe leave, at as many bits a weight of experts.
 
-    The default's divergence at those bytes lies on the line between the logarithms of its neighbours'; a version whose
-    bytes are beyond both ends of the default's is left out.
+    The default's divergence there lies on the line between the logarithms of its neighbours'. A version with more or
+    fewer bits than all of the default's has no share, and neither has one without a positive divergence.
     """
-    line = sorted((row["bits/weight"], math.log(row["KL"])) for row in rows if row["recipe"] == default and row["KL"])
-    shares = []
+    line = sorted(
+        (row["bits/weight"], math.log(row["KL"])) for row in rows if row["recipe"] == default and _diverges(row)
+    )
+    shares = {}
     for row in rows:
-        if row["recipe"] != other or not row["KL"]:
+        if row["recipe"] != other or not _diverges(row):
             continue
         for (bits, kl), (more, less) in itertools.pairwise(line):
             if bits <= row["bits/weight"] <= more:
                 part = (row["bits/weight"] - bits) / (more - bits)
-                shares.append(row["KL"] / math.exp(kl + part * (less - kl)))
+                shares[row["version"]] = row["KL"] / math.exp(kl + part * (less - kl))
     return shares
+
+
+def _diverges(row: Row) -> bool:
+    return isinstance(row["KL"], float) and row["KL"] > 0
 
 
 def _logits(model: ServedModel, ids: Tensor) -> Tensor:

@@ -39,10 +39,10 @@ def real() -> str:
     """The upcycled model beside its source, by text."""
     out = []
     for row in results("real")["rows"]:
-        after = f"{figures(row['upcycled'])} ({row['upcycled, 95 %']})"
-        shares = [f"{row[name]:.0f} %" for name in ("own experts %", "apart from other text %")]
+        after = f"{figures(row['upcycled'])} ({row['95 %']})"
+        shares = [f"{row[name]:.0f} %" for name in ("own experts %", "twins %", "apart %")]
         out.append([row["text"], figures(row["source"]), after, *shares])
-    return table(["unseen text", "source", "upcycled", "own experts", "apart"], out)
+    return table(["unseen text", "source", "upcycled (over the source's)", "own experts", "twins", "apart"], out)
 
 
 SETS = {

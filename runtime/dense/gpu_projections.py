@@ -24,7 +24,7 @@ from moepack.runtime.step.context import PackedCache
 
 from .borrowed import SPECIAL, Attention
 from .gpu_modules import FLOATS, described
-from .linears import Bound, FamilyModule, is_observed, learns
+from .linears import FamilyModule, Uncopied, is_observed, learns
 from .packed import PackedLinear, joined
 from .projections import MAPS, NORMS, serve_projections
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import Cache
 
 
-class GpuPlace(Bound):
+class GpuPlace(Uncopied):
     """The arguments of a module's kernel launch."""
 
     angles = 0  # numbers of a token's rotation with which the module was tried

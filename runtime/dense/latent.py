@@ -28,7 +28,7 @@ from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.step.context import current
 
 from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_attention
-from .linears import Bound, FamilyModule, in_place_of, is_observed, learns
+from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .packed import PackedLinear
 from .selection import over_seen, sees_few
 from .values import Changed, ReadValues
@@ -149,7 +149,7 @@ class Latents:
         return torch.cat(out, dim=2)
 
 
-class LatentMap(Bound):
+class LatentMap(Uncopied):
     """A module's map from latents to the keys and values of all heads."""
 
     def __init__(self, module: FamilyModule) -> None:

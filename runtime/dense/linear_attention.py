@@ -28,7 +28,7 @@ from moepack.runtime.step.context import PackedCache
 
 from .borrowed import CLOSE
 from .by_row import by_row
-from .linears import Bound, FamilyModule, in_place_of, is_observed, learns
+from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .norms import epsilon_of
 from .values import Changed, ReadValues
 
@@ -51,7 +51,7 @@ States = tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]  # first token
 
 
 @dataclass(slots=True, eq=False)
-class _Place(Bound):
+class _Place(Uncopied):
     """A module's rule, and the names of the modules that make what it reads."""
 
     rule: DeltaRule | Mamba

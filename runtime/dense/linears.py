@@ -175,7 +175,7 @@ def _unchanged(x: Tensor, state: Tensor | int) -> bool:
     return torch.equal(x, state) if isinstance(state, Tensor) else not x.is_inference() and x._version == state
 
 
-class Bound:
+class Uncopied:
     """What a kernel reads of one module. A copied module has none: the module's own code runs."""
 
     __slots__ = ()
@@ -189,7 +189,7 @@ def is_observed(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
-class Place(Bound):
+class Place(Uncopied):
     """Where the kernels find a linear map's weights."""
 
     def __init__(self, module: nn.Linear, group: Group, which: int, most: int) -> None:

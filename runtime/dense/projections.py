@@ -25,7 +25,7 @@ from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.token_native import Projection
 
 from .borrowed import CLOSE, REGISTRY, Attention
-from .linears import FEW, Bound, FamilyModule, ServedLinear, in_place_of, is_observed, learns
+from .linears import FEW, FamilyModule, ServedLinear, Uncopied, in_place_of, is_observed, learns
 from .norms import described
 from .packed import PackedLinear
 from .values import Changed, ReadValues
@@ -61,7 +61,7 @@ TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
 
 @dataclass(slots=True, eq=False)
-class _Place(Bound):
+class _Place(Uncopied):
     """The tensors that a module's projection reads."""
 
     projection: Projection

@@ -61,6 +61,7 @@ FULL: dict[str, str] = {
     "runtime/dense/test_file_rows.py::test_a_converted": "a model more; test_under_a_memory_limit",
     "runtime/planning/test_choice.py::test_it_is_the_same_everywhere": "every instruction set in turn",
     "whole/test_examples": "examples/ as scripts",
+    "benchmarks/test_real.py::test_an_interrupted": "trains two models; `benchmarks.real --quick` runs every stage",
 }
 
 # Of these tests' cases `make test` runs those whose ids contain one of the words.

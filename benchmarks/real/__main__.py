@@ -61,7 +61,7 @@ def main() -> None:
         elif not (args.output / MARK).is_file():
             parser.error(f"{args.output} has no model made by this command: add --make")
         elif args.versions:
-            _versions(args, count=6, each=40)
+            _versions(args, count=6, each=30)
         else:
             _what_it_is(args, source(args.source), count=16)
     except (SourceError, InputError, OSError) as error:

@@ -14,10 +14,11 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from moepack.pack.files import digest_of
 from moepack.runtime.patches import quiet_libraries
 
 from . import upcycle
-from .source import SourceError, dense, file_digest
+from .source import SourceError, dense
 from .texts import DOMAINS, Messages, domain_texts
 from .upcycle import BRANCHES
 
@@ -70,7 +71,7 @@ def make(released: Path, output: Path, stages: Path, training: upcycle.Training,
         whole = Path(folder) / "model"
         mixture.bfloat16().save_pretrained(whole)
         tokenizer.save_pretrained(whole)
-        digests = {path.name: file_digest(path) for path in sorted(whole.glob("*.safetensors"))}
+        digests = {path.name: digest_of(whole, path.name) for path in sorted(whole.glob("*.safetensors"))}
         made = {"source": str(released.name), "training": asdict(training), "sha256": digests}
         (whole / MARK).write_text(json.dumps(made, indent=1) + "\n")
         if output.exists():
@@ -112,7 +113,13 @@ def _digest(released: Path, training: upcycle.Training, data: dict[str, torch.Te
     """What trained bytes depend on: the source, the training and its code, the text, torch and its instruction set."""
     file = released / "model.safetensors" if released.is_dir() else released
     code = Path(upcycle.__file__).read_text()
-    facts = [file_digest(file), asdict(training), code, torch.__version__, torch.backends.cpu.get_cpu_capability()]
+    facts = [
+        digest_of(file.parent, file.name),
+        asdict(training),
+        code,
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+    ]
     whole = hashlib.sha256(json.dumps(facts).encode())
     for rows in data.values():
         whole.update(rows.numpy().tobytes())

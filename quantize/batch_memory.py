@@ -11,7 +11,7 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version, lossy
 
 from .crossfit import FOLDS, LEAST_ROWS, SHARE, at_once
 from .expert_batch import PART, Settings
-from .gptq import experts_at_once, working_bytes
+from .gptq import LANES, experts_at_once, working_bytes
 from .methods import method_for
 
 OTHERS = 256  # the most tokens of other experts that an expert is measured on
@@ -77,6 +77,12 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
         left = kept - FOLDS * experts * 2 * square if m is second else 0
         whole = experts_at_once(m.rows, m.cols, len(versions), experts) * working_bytes(m.rows, m.cols, len(versions))
         steps.append(weights + 2 * made + errors + left + experts * square + whole)
+    if settings.refine:
+        # `refit_down`: of some experts two sums at each version and the first matrix's values, then one version's fit.
+        together = min(experts, max(1, LANES // second.rows))
+        summed = len(versions) * (2 * together * squares[1] + 4 * first.weights) + squares[1]
+        fitting = together * (working_bytes(second.rows, second.cols, 1) + 8 * second.weights + squares[1])
+        steps.append(weights + 2 * made + errors + summed + max(part, fitting))
     return max(steps)
 
 

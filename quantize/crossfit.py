@@ -84,11 +84,12 @@ def row_errors(
 ) -> RowErrors:
     """Measure the sampled rows' errors on tokens that the expert learnt from.
 
-    `inputs` are the matrix's, float32 [tokens, cols], `groups` and `fold` int64 [tokens] on the CPU, `weight` and its
-    quantised values `shipped` float32 [rows, cols], and `fitted`, from `refit`, float32 [folds, sampled, cols].
+    `inputs` are the matrix's, float32 [tokens, cols], `groups` and `fold` int64 [tokens] on the CPU, `weight` float32
+    [rows, cols], the sampled rows' quantised values `shipped` float32 [sampled, cols], and `fitted`, from `refit`,
+    float32 [folds, sampled, cols].
     """
     rows = sample(len(weight)).to(weight.device)
-    own = (inputs @ (shipped[rows] - weight[rows]).T).square()
+    own = (inputs @ (shipped - weight[rows]).T).square()
     other = torch.empty_like(own)
     for f in range(FOLDS):
         here = torch.where(fold == f)[0].to(inputs.device)

@@ -7,7 +7,7 @@ bytes do not grow with a layer's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from moepack.pack.codec.rotation import rotate
 from moepack.pack.spec import ExpertLayer, Rotation, Version, encoding_of, version_names
 
-from .crossfit import FOLDS, cluster_of, refit, row_errors
-from .grid import Quantised, dequantise
+from .crossfit import FOLDS, cluster_of, refit, row_errors, sample
+from .gptq import LANES
+from .grid import Quantised, dequantise, join
 from .losses import GROUPS, Correction, Measured, loss, measure
 from .methods import FREE, fallbacks, method_for, quantise, quantise_all
 from .moments import NEGLIGIBLE, PRIOR, ExpertMoments, FoldSums, shrink
@@ -170,6 +171,8 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     gains = [[_gain(m[i]) for m in moments] for i in some]
     fitted = {}
     made = {}
+    # Sampled rows of down, fitted to the same moments as cross-fitting's: `refine` fits down to others.
+    compared: dict[Version, Quantised] = {}
     for m in (1, 0):  # down first, as its moments are larger; a matrix's moments are freed before it is quantised
         weight = batch.weights[m]
         each = moments[m]
@@ -181,11 +184,17 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
             stacked = torch.stack(means) if len(means) > 1 else means[0][None]
         moments[m].clear()
         del means, each
-        made[m] = quantise_all(settings.method, weight, stacked, settings.versions, settings.zeros, m)
+        versions = settings.versions
+        if settings.refine and m == 1:
+            versions = tuple(v for v in settings.versions if v not in reading)
+            if some:
+                compared = quantise_all(settings.method, _sampled(weight), stacked, reading, settings.zeros, m)
+        made[m] = quantise_all(settings.method, weight, stacked, versions, settings.zeros, m)
         del stacked
-    fit = made[1]  # what cross-fitting compares its rows with: fitted as they are
     if settings.refine:
-        made[1] = fit | {v: refit_down(batch, settings, v, made[0][v]) for v in reading}
+        made[1] |= refit_down(batch, settings, {v: made[0][v] for v in reading})
+    elif some:
+        compared = {v: made[1][v].map(_sampled) for v in reading}
     refitted = {
         (i, v): ((fitted[0][v][k], fitted[1][v][k]), (gains[k][0], gains[k][1]))
         for k, i in enumerate(some)
@@ -197,8 +206,13 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
     }
     for i, e in enumerate(batch.experts):
         known = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
-        found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known, fit)
+        found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known, compared)
         yield [ExpertVersion(e, v, pair, names[i], *found[v], i) for v, (pair, names) in chosen.items()]
+
+
+def _sampled(matrices: Tensor) -> Tensor:
+    """The rows of [experts, rows, ...] that cross-fitting fits."""
+    return matrices[:, sample(matrices.shape[1]).to(matrices.device)]
 
 
 def _rotated(batch: ExpertBatch, rotation: Rotation) -> ExpertBatch:
@@ -259,47 +273,75 @@ def _gain(moments: ExpertMoments) -> float:
     return 2 / (1 + sum(moments.fewer(f) for f in range(FOLDS)) / FOLDS)
 
 
-def refit_down(batch: ExpertBatch, settings: Settings, version: Version, first: Quantised) -> Quantised:
+def refit_down(batch: ExpertBatch, settings: Settings, first: Mapping[Version, Quantised]) -> dict[Version, Quantised]:
     """Quantise every expert's down again, on what its quantised first matrix makes, towards the exact expert's output.
 
     Let a be the input that the exact first matrix gives to down, and q the one that the quantised gives. The best
     linear guess of a is (1 + M) q with M = E[(a - q) q^T] E[q q^T]^-1, so down's codes are fitted to W (1 + M), by the
     moments of q. What the first matrix's errors do to the output is so undone as far as q tells.
+
+    `first` has the first matrices at each version. Experts of many rows are fitted one by one, which bounds memory.
     """
     down = batch.weights[1]
-    values = dequantise(first, version.at(0))
-    wanted = torch.empty_like(down)
-    moments = []
-    for i in range(len(batch.experts)):
-        product, missing = _moments_of(batch, i, values[i])
-        damping = RIDGE + SPARSE * len(product) / max(1, len(batch.tokens[i].learn))
-        ridge = (damping * product.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny)
-        shift = torch.linalg.solve(product + ridge * torch.eye(len(product), device=batch.device), missing)
-        wanted[i] = down[i] + down[i] @ shift.T
-        moments.append(product)
-    return quantise(settings.method, wanted, torch.stack(moments), version, settings.zeros, 1)
+    made: dict[Version, list[Quantised]] = {version: [] for version in first}
+    together = max(1, LANES // down.shape[1])
+    for start in range(0, len(batch.experts), together):
+        experts = range(start, min(start + together, len(batch.experts)))
+        every = [_moments_of(batch, i, first) for i in experts]
+        for version, parts in made.items():
+            moments = []
+            wanted = []
+            for i, of_expert in zip(experts, every, strict=True):
+                product, missing = of_expert.pop(version)
+                damping = RIDGE + SPARSE * len(product) / max(1, len(batch.tokens[i].learn))
+                ridge = (damping * product.diagonal().mean()).clamp(min=torch.finfo(torch.float32).tiny)
+                shift = torch.linalg.solve(product + ridge * torch.eye(len(product), device=batch.device), missing)
+                moments.append(product)
+                wanted.append(down[i] + down[i] @ shift.T)
+            fitted = quantise(settings.method, torch.stack(wanted), torch.stack(moments), version, settings.zeros, 1)
+            parts.append(fitted)
+    return {version: join(parts) for version, parts in made.items()}
 
 
-def _moments_of(batch: ExpertBatch, expert: int, first: Tensor) -> Tensor:
-    """E[q q^T] and E[q (a - q)^T] of `refit_down`, [2, cols, cols], over the tokens of `batch_moments`."""
+def _moments_of(
+    batch: ExpertBatch, expert: int, first: Mapping[Version, Quantised]
+) -> dict[Version, tuple[Tensor, Tensor]]:
+    """E[q q^T] and E[q (a - q)^T] of `refit_down` at each version, over the tokens of `batch_moments`.
+
+    Both are float32 [cols, cols]. The exact inputs a are made once for all versions.
+    """
     tokens = batch.tokens[expert]
     bias = batch.biases[expert][0]
     cols = batch.weights[1].shape[-1]
+    values = {version: dequantise(q.one(expert), version.at(0))[0] for version, q in first.items()}
 
-    def means(at: Tensor) -> Tensor:
-        sums = torch.zeros(2, cols, cols, device=batch.device)
+    def means(at: Tensor) -> dict[Version, tuple[Tensor, Tensor]]:
+        products = {version: FoldSums.empty(cols, 1, batch.device) for version in first}
+        missing = {version: torch.zeros(cols, cols, device=batch.device) for version in first}
         for start in range(0, len(at), PART):
-            x = batch.gather(at[start : start + PART])
-            q = batch.forward.act(x, first, bias)
-            sums[0].addmm_(q.T, q)
-            sums[1].addmm_(q.T, batch.act(expert, x) - q)
-        return sums.div_(max(1, len(at)))
+            part = at[start : start + PART]
+            x = batch.gather(part)
+            exact = batch.act(expert, x)
+            for version, value in values.items():
+                q = batch.forward.act(x, value, bias)
+                products[version].add(q, torch.zeros(len(part), dtype=torch.int64))
+                missing[version].addmm_(q.T, exact - q)
+        count = max(1, len(at))
+        return {version: (products[version].mean()[0], missing[version].div_(count)) for version in first}
 
     own = means(tokens.learn)
     prior = PRIOR * cols
-    if len(tokens.learn) >= NEGLIGIBLE * prior:
+    learnt = len(tokens.learn)
+    if learnt >= NEGLIGIBLE * prior:
         return own
-    return shrink(own, len(tokens.learn), means(batch.common), prior)
+    around = means(batch.common)
+    return {
+        version: (
+            shrink(own[version][0], learnt, around[version][0], prior),
+            shrink(own[version][1], learnt, around[version][1], prior),
+        )
+        for version in first
+    }
 
 
 def _measure(
@@ -307,11 +349,11 @@ def _measure(
     expert: int,
     made: dict[Version, Pair],
     refitted: dict[Version, Refitted | None],
-    fit: dict[Version, Quantised],
+    compared: Mapping[Version, Quantised],
 ) -> dict[Version, tuple[Measured, Measured]]:
     """Measure an expert's losses at every version, on its own tokens and on others of the layer.
 
-    `fit` has down as it was fitted to the same moments as cross-fitting's rows (it may have been fitted again since).
+    `compared` has down's sampled rows, fitted to the same moments as cross-fitting's (`refine` fits down to others).
     """
     tokens = batch.tokens[expert]
     n = len(batch.tokens[expert].measure)
@@ -339,8 +381,8 @@ def _measure(
         if again is not None:
             assert reads is not None and fold is not None and group is not None
             errors, gain = again
-            compared = shipped[0], dequantise(fit[version].one(expert), version.at(1))[0]
-            found = [row_errors(reads[m], group, fold, original[m], compared[m], errors[m]) for m in range(2)]
+            rows = _sampled(shipped[0][None])[0], dequantise(compared[version].one(expert), version.at(1))[0]
+            found = [row_errors(reads[m], group, fold, original[m], rows[m], errors[m]) for m in range(2)]
             correction = Correction((found[0], found[1]), gain)
         own = measure(exact[:n], got[:n], tokens.gates, groups, tokens.learnt, correction)
         out[version] = own, measure(exact[n:], got[n:], rest, around % GROUPS, unlearnt, None)

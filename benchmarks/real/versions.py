@@ -32,7 +32,7 @@ RECIPES = {  # what is built: versions, and options of quantize
     "quality": ("bf16, w4d5, w3d4, w2d3", "method: gptq, refine: true, scale_bits: 8"),
     "rounded": ("bf16, w4, w3, w2", "method: rtn"),
 }
-_CALIBRATION = "{samples: 64, length: 512, batch_size: 4, dtype: float32}"
+_CALIBRATION = "{samples: 32, length: 512, batch_size: 4, dtype: float32}"
 COLUMNS = ("recipe", "version", "bits/weight", "KL", "KL, 95 %", "perplexity", "top-1 %", "right answers %", "95 %")
 
 

@@ -55,7 +55,7 @@ def test_down_is_fitted_to_what_the_formula_says(case):
         wanted.append((down + down @ shift.T).float())
         moments.append(product.float())
     want = quantise("gptq", torch.stack(wanted), torch.stack(moments), version, matrix=1)
-    got = refit_down(batch, PLAIN, version, first)
+    got = refit_down(batch, PLAIN, {version: first})[version]
     same = (got.codes == want.codes).double().mean()
     assert same > 0.995 and torch.allclose(dequantise(got, version), dequantise(want, version), atol=0.02)
 
@@ -84,5 +84,5 @@ def test_experts_without_tokens_are_fitted_to_the_layers(case):
     batch = batch_of(nobody)
     first = quantise("rtn", batch.weights[0], None, VERSIONS[1])
     for zero in (first, Quantised(first.codes * 0, first.scale, first.zero)):
-        made = refit_down(batch, PLAIN, VERSIONS[1], zero)
+        made = refit_down(batch, PLAIN, {VERSIONS[1]: zero})[VERSIONS[1]]
         assert bool(torch.isfinite(dequantise(made, VERSIONS[1])).all())

@@ -1,0 +1,1 @@
+"""Trellis codes beside moepack's versions; see `python -m benchmarks.trellis --help`."""

@@ -1,0 +1,246 @@
+"""Trellis codes (QTIP's bit-shift trellis with a computed code book, as in EXL3) beside moepack's versions.
+
+    python -m benchmarks.trellis --model DIR [--layers N] [--state-bits 12]
+    python -m benchmarks.trellis --quick
+
+Of the same weights and second moments, both sides quantise the experts of every N-th layer, down towards what the
+quantised gate and up make (`refine`), and the model's divergence from itself is measured in float32 on text that
+neither saw. `of ours` is the divergence over that of moepack's versions with scales of a byte at as many bits, on the
+line between the logarithms of two of them. The trellis counts its codes and a scale of 16 bits a row; it pays neither
+for its first states nor for the rotation of inputs and outputs, both in its favour. The last rows are normal numbers by
+state bits, and one token's products on one thread: moepack's w2 and a prototype of 2-bit trellis codes for AVX2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from benchmarks.common import EXAMPLES, Row, arguments, finish
+from benchmarks.decoding import Mean
+from benchmarks.peers.quality import divergence_of, log_probabilities, replaced
+from benchmarks.real.source import cache
+from benchmarks.real.texts import DOMAINS
+from moepack.calibrate.text.windows import calibration_windows
+from moepack.pack.spec import Matrix, Version
+from moepack.pipeline.recipe import Quantize
+from moepack.quantize.expert_batch import RIDGE, SPARSE
+from moepack.quantize.grid import dequantise
+from moepack.quantize.methods import quantise
+
+from .codes import coded, fit, library, values
+
+if TYPE_CHECKING:
+    from torch import nn
+
+OURS = ("w1d2", "w2", "w2d3", "w3d4")
+THEIRS = ((2, 2), (2, 3), (3, 3))  # bits of gate and up, of down
+Fit = Callable[[Tensor, Tensor, int], Tensor]  # weight [rows, cols], moments, 0 for gate and up or 1 for down
+
+
+@dataclass
+class Seen:
+    """The experts of one layer, and what reached them."""
+
+    module: nn.Module  # with gate_up_proj and down_proj
+    inputs: list[Tensor]
+    chosen: list[Tensor]
+
+    def see(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        """A forward pre-hook."""
+        self.inputs.append(arguments[0])
+        self.chosen.append(arguments[1])
+
+    def of(self, expert: int) -> Tensor:
+        """The inputs that were sent to an expert, or all of them where it got fewer than 64."""
+        inputs = torch.cat(self.inputs)
+        own = inputs[(torch.cat(self.chosen) == expert).any(-1)]
+        return own if len(own) >= 64 else inputs
+
+    def fitted(self, by: Fit) -> list[Tensor]:
+        """Both matrices of all experts, quantised."""
+        first, second = (self.module.get_parameter(name).data for name in ("gate_up_proj", "down_proj"))
+        act = cast("Callable[[Tensor], Tensor]", self.module.get_submodule("act_fn"))
+
+        def hidden(x: Tensor, weight: Tensor) -> Tensor:
+            gate, up = (x @ weight.T).chunk(2, dim=-1)
+            return act(gate) * up
+
+        made = first.clone(), second.clone()
+        for expert in range(len(first)):
+            x = self.of(expert)
+            made[0][expert] = by(first[expert], x.T @ x / len(x), 0)
+            exact = hidden(x, first[expert])
+            got = hidden(x, made[0][expert])
+            product = got.T @ got / len(x)
+            damping = (RIDGE + SPARSE * len(product) / len(x)) * float(product.diagonal().mean())
+            missing = got.T @ (exact - got) / len(x)
+            shift = torch.linalg.solve(product + damping * torch.eye(len(product)), missing)
+            made[1][expert] = by(second[expert] + second[expert] @ shift.T, product, 1)
+        return list(made)
+
+
+def of_model(folder: Path, learn: Tensor, held: Tensor, step: int, state_bits: int, lib: ctypes.CDLL) -> Iterator[Row]:
+    """A row a scheme. `learn` and `held` are int64 [windows, length]; every `step`-th layer is quantised."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    found = [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
+    layers = [Seen(module, [], []) for module in found[::step]]
+    hooks = [layer.module.register_forward_pre_hook(layer.see) for layer in layers]
+    with torch.inference_mode():
+        for window in learn:
+            model(window[None], logits_to_keep=1)
+    for hook in hooks:
+        hook.remove()
+    reference = log_probabilities(model, held)
+    shapes = [Matrix("", *layers[0].module.get_parameter(n).shape[1:]) for n in ("gate_up_proj", "down_proj")]
+    line: list[tuple[float, float]] = []
+    for name in OURS:
+        version = Version.of(name, Quantize().size(name), scale_bits=8)
+        bits = 8 * version.resident_size(tuple(shapes)) / sum(m.weights for m in shapes)
+        row = _row("moepack", name, bits, _divergence(model, layers, partial(_ours, version), held, reference))
+        line.append((bits, math.log(row["KL"])))
+        yield row
+    for pair in THEIRS:
+        bits = sum(b * m.weights + 16 * m.rows for b, m in zip(pair, shapes, strict=True))
+        bits /= sum(m.weights for m in shapes)
+        by = partial(_theirs, lib, state_bits, pair)
+        row = _row("trellis", f"{pair[0]} and {pair[1]}", bits, _divergence(model, layers, by, held, reference))
+        for (less, high), (more, low) in pairwise(line):
+            if less <= bits <= more:
+                row["of ours"] = row["KL"] / math.exp(high + (low - high) * (bits - less) / (more - less))
+        yield row
+
+
+def _ours(version: Version, weight: Tensor, moments: Tensor, matrix: int) -> Tensor:
+    made = quantise("gptq", weight[None], moments[None], version, matrix=matrix)
+    return dequantise(made, version.at(matrix))[0]
+
+
+def _theirs(
+    lib: ctypes.CDLL, state_bits: int, bits: tuple[int, int], weight: Tensor, moments: Tensor, matrix: int
+) -> Tensor:
+    return coded(lib, weight, moments, state_bits, bits[matrix])
+
+
+def _divergence(model: PreTrainedModel, layers: Sequence[Seen], by: Fit, held: Tensor, reference: list[Tensor]) -> Mean:
+    weights = [layer.module.get_parameter(n).data for layer in layers for n in ("gate_up_proj", "down_proj")]
+    with torch.inference_mode():
+        made = [matrix for layer in layers for matrix in layer.fitted(by)]
+        with replaced(weights, made):
+            return Mean.of(divergence_of(model, held, reference))
+
+
+def _row(who: str, name: str, bits: float, divergence: Mean) -> Row:
+    row: Row = {"who": who, "bits": name, "bits/weight": bits, "KL": divergence.value, "+-": divergence.half}
+    print(row, flush=True)
+    return row
+
+
+def of_normal(lib: ctypes.CDLL) -> Iterator[Row]:
+    """Mean squared error of normal numbers of variance 1, by state bits and bits."""
+    targets = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    for bits in (2, 3):
+        for state_bits in (8, 10, 12, 14, 16):
+            error = (fit(lib, targets, state_bits, bits) - targets).square().mean()
+            yield {"who": "trellis", "bits": f"{bits}, {state_bits} state bits", "normal error": float(error)}
+
+
+def products(lib: ctypes.CDLL, runs: int) -> Iterator[Row]:
+    """Microseconds of one token through eight experts of Qwen3-30B-A3B's shape, one thread's own time."""
+    from benchmarks.kernels.__main__ import measure
+    from benchmarks.kernels.layers import SHAPES
+
+    torch.set_num_threads(1)
+    hidden, inner, _, used = SHAPES["Qwen3-30B-A3B"]
+    weights = 3 * hidden * inner * used
+    (ours,) = [
+        row for row in measure("Qwen3-30B-A3B", 1, runs, 1 << 28, False, "huge", ("w2",)) if row["version"] == "w2"
+    ]
+    cols = hidden
+    rows = 8 * weights // cols  # more than caches hold
+    codes = torch.randint(0, 1 << 16, (rows, cols // 8), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
+    x = torch.randint(-127, 128, (cols,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
+    doubled = x.repeat_interleave(2)
+    out = torch.empty(rows, dtype=torch.int32)
+    spent = []
+    for _ in range(max(3, runs // 8)):
+        began = time.thread_time()
+        lib.trellis_product(
+            *(ctypes.c_void_p(t.data_ptr()) for t in (codes, doubled, out)), ctypes.c_long(rows), ctypes.c_long(cols)
+        )
+        spent.append((time.thread_time() - began) * weights / (rows * cols))
+    wanted = decoded(codes[:4]) @ x.double()
+    if not torch.equal(out[:4].double(), wanted):
+        raise SystemExit("trellis_product is wrong")
+    theirs = 1e6 * sorted(spent)[len(spent) // 4]
+    yield {"who": "moepack", "bits": "w2", "us": ours["ours us"]}
+    yield {"who": "trellis", "bits": "2", "us": theirs, "of ours": theirs / ours["ours us"]}
+
+
+def decoded(codes: Tensor) -> Tensor:
+    """What `trellis_product` multiplies by: float64 [rows, cols], of codes uint16 [rows, cols / 8]."""
+    words = codes.to(torch.int64).unflatten(1, (-1, 8))  # [rows, steps, streams]
+    before = torch.cat([torch.zeros_like(words[:, :1]), words[:, :-1]], dim=1)
+    both = before << 16 | words
+    states = torch.stack([both >> (14 - 2 * i) & 0xFFFF for i in range(8)], dim=2)  # [rows, steps, 8, streams]
+    return (values(states) * 147.8).round().double().flatten(1)
+
+
+def main() -> None:
+    """Parse arguments, measure, print."""
+    parser = arguments(__doc__)
+    parser.add_argument("--model", type=Path, default=cache() / "model", help="made by benchmarks.real --make")
+    parser.add_argument("--layers", type=int, default=5, help="every so many layers are quantised")
+    parser.add_argument("--state-bits", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=32, help="windows of 512 tokens to fit to")
+    parser.add_argument("--windows", type=int, default=24, help="of 512 tokens to measure on")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        lib = library(Path(work))
+        rows = list(products(lib, 4 if args.quick else 64)) + list(of_normal(lib))
+        learn, held = _windows(args, Path(work))
+        model = EXAMPLES / "mini-qwen3-moe" if args.quick else args.model
+        rows += of_model(
+            model, learn, held, 1 if args.quick else args.layers, 8 if args.quick else args.state_bits, lib
+        )
+    finish(
+        "trellis codes",
+        ("who", "bits", "bits/weight", "KL", "+-", "of ours", "normal error", "us"),
+        rows,
+        [],
+        args.json,
+    )
+
+
+def _windows(args: argparse.Namespace, work: Path) -> tuple[Tensor, Tensor]:
+    if args.quick:
+        tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "mini-qwen3-moe")
+        seen, unseen = ([str(EXAMPLES / "text" / f"{name}.jsonl")] for name in ("calibration", "evaluation"))
+        counts = (8, 4)
+    else:
+        from benchmarks.real.__main__ import _written
+
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        seen, unseen = ([_written(work, tokenizer, d, held=h) for d in DOMAINS] for h in (False, True))
+        counts = (args.samples, args.windows)
+    return tuple(
+        calibration_windows(files, tokenizer, count, 512 if not args.quick else 128, 0).ids
+        for files, count in zip((seen, unseen), counts, strict=True)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -27,9 +27,9 @@ from moepack.shared.progress import progress
 from .tasks import answered, questions
 
 RECIPES = {  # what is built: versions, and options of quantize
-    "default": ("bf16, w4, w3, w2", "method: gptq"),
+    "exportable": ("bf16, w4, w3, w2", "method: gptq"),
     "refined": ("bf16, w4, w3, w2", "method: gptq, refine: true"),
-    "quality": ("bf16, w4d5, w3d4, w2d3", "method: gptq, refine: true, scale_bits: 8"),
+    "default": ("bf16, w4d5, w3d4, w2d3", "method: gptq, refine: true, scale_bits: 8"),
     "rounded": ("bf16, w4, w3, w2", "method: rtn"),
 }
 _CALIBRATION = "{samples: 32, length: 512, batch_size: 4, dtype: float32}"
@@ -89,15 +89,13 @@ def compared(
     return rows
 
 
-def at_equal_bits(rows: Sequence[Row], default: str, other: str) -> dict[str, float]:
-    """The share of the default's divergence that versions of another recipe leave, at as many bits a weight of experts.
+def at_equal_bits(rows: Sequence[Row], base: str, other: str) -> dict[str, float]:
+    """The share of the divergence of recipe `base` that versions of another leave, at as many bits a weight of experts.
 
-    The default's divergence there lies on the line between the logarithms of its neighbours'. A version with more or
-    fewer bits than all of the default's has no share, and neither has one without a positive divergence.
+    The base's divergence there lies on the line between the logarithms of its neighbours'. A version with more or
+    fewer bits than all of the base's has no share, and neither has one without a positive divergence.
     """
-    line = sorted(
-        (row["bits/weight"], math.log(row["KL"])) for row in rows if row["recipe"] == default and _diverges(row)
-    )
+    line = sorted((row["bits/weight"], math.log(row["KL"])) for row in rows if row["recipe"] == base and _diverges(row))
     shares = {}
     for row in rows:
         if row["recipe"] != other or not _diverges(row):

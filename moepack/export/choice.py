@@ -76,7 +76,10 @@ def named(bundle: Bundle, target: Target, bits: str | None) -> str:
         can = [v.name for v in bundle.versions if target.refusal(bundle, v) is None]
         some = f"here are {', '.join(can)}" if can else f"no version here can be: here are {', '.join(here)}"
         raise InputError(f"--to {target.name}: say what to export, by --bits, --map or --fit: {some}")
-    name = f"w{bits}" if bits.isdigit() else bits
+    name = bits
+    if bits.isdigit():
+        wide = f"w{bits}d{int(bits) + 1}"  # with a bit more for down, as in the default recipe
+        name = wide if wide in here and f"w{bits}" not in here else f"w{bits}"
     if name not in here:
         raise InputError(f"{bundle.path}: --bits {bits}: has no version {name!r}: here are {', '.join(here)}")
     return name

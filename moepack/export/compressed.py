@@ -21,7 +21,7 @@ from moepack.pack.spec import Matrix, Version
 from .files import Entries
 from .layout import CheckpointTensor
 from .plain import SafetensorsTarget
-from .targets import ROTATED, ExportJob
+from .targets import MIXED, ROTATED, ExportJob
 from .values import Values
 from .words import words
 from .zeros import not_whole, zero_points
@@ -47,7 +47,7 @@ class Coded(SafetensorsTarget):
         if version.rotation is not None:
             return ROTATED
         if version.by_matrix:
-            return "its down has other bits than the matrix before it"
+            return MIXED
         if not isinstance(version, Affine) or version.zero == "midpoint":
             return "it is not integer codes of 2 to 8 bits with zero points"
         return not_whole(bundle, version, dense) or _unequal_groups(bundle, version, dense)

@@ -22,7 +22,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
 from ..compressed import matrices_of
-from ..targets import ROTATED
+from ..targets import MIXED, ROTATED
 from ..values import Values
 from ..zeros import extents, zero_points
 from .file import Type, block_of
@@ -43,6 +43,8 @@ def type_of(version: Version) -> Type | None:
 
 def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
     """Return why a version's matrices cannot be exported, or None if they can."""
+    if version.by_matrix:
+        return MIXED
     kind = type_of(version)
     if kind is None:
         return "no type of GGUF holds its values: there are bf16, w8 (Q8_0), w4 (Q4_0), w1 (Q1_0) and mxfp4"

@@ -26,7 +26,7 @@ _SIZES = re.compile(
 )
 
 
-@pytest.mark.parametrize("name", [n for n in EXPECTED if n not in ("default", "quality")])
+@pytest.mark.parametrize("name", [n for n in EXPECTED if n not in ("default", "exportable")])
 def test_what_recipes_say_of_their_model(name):
     """Bytes are three matrices of every expert, and a token's experts are few; the text brings an expert several tokens
     a column of its widest matrix."""
@@ -45,8 +45,8 @@ def test_mtp_layers_are_kept_or_dropped():
     assert {n for n in EXPECTED if "mtp:" in load_recipe(n).text} == {"deepseek-v3", "glm-4.5-air"}
 
 
-def test_defaults_are_the_default_recipe():
-    recipe, empty = load_recipe("default"), parse_recipe("", "x")
+def test_what_a_recipe_leaves_out_is_exportables():
+    recipe, empty = load_recipe("exportable"), parse_recipe("", "x")
     assert (recipe.versions, recipe.quantize) == (empty.versions, empty.quantize)
     assert recipe.calibration.samples == empty.calibration.samples and recipe.allocation is None
 

@@ -97,7 +97,7 @@ class HotnessOptions(LiveOptions):
         if not self.on_demand:
             return device_ladders(versions, self.hi, self.lo, self.between == "yes")
         names = [v.name for v in versions]
-        small = [v for v in versions if v.bits + v.by_matrix <= 4] or versions
+        small = [v for v in versions if v.bits <= 4] or versions
         high = find_version(self.hi, versions) if self.hi else small[0]
         below = versions[names.index(high.name) + 1 :] if self.between == "yes" else []
         return [(Placement(high), *(Placement(v) for v in below if v.bits >= LEAST), STORED)]

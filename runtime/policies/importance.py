@@ -53,7 +53,7 @@ class ImportanceOptions(LiveOptions):
     on_demand = True
 
     hi: str = ""  # the version of critical experts; by default the best of at most 4 bits
-    lo: str = ""  # the version of the others, or `absent` to leave them out; by default `w2`, or the best below `hi`
+    lo: str = ""  # the version of the others, or `absent` to leave them out; by default the best of at most 2 bits
     r: float = 0.75  # the share of critical experts, averaged over layers, from 0.5 to 1
     heavy: float = 0.2  # the share of a prompt's tokens that are heavy hitters, at least one token
     # The score of an expert: "importance" (heavy hitters in a prompt, gate weights in decoding), "counts" (in a prompt,
@@ -77,10 +77,11 @@ class ImportanceOptions(LiveOptions):
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder: the high version, the low version if there is one, and absent."""
         names = [v.name for v in versions]
-        small = [v.name for v in versions if v.bits + v.by_matrix <= 4]
+        small = [v.name for v in versions if v.bits <= 4]
         high = find_version(self.hi or (small or names)[0], versions)
         below = names[names.index(high.name) + 1 :]
-        lo = self.lo or ("w2" if "w2" in below else (below or [str(ABSENT)])[0])
+        smaller = [v.name for v in versions if v.bits <= 2 and v.name in below]
+        lo = self.lo or (smaller or below or [str(ABSENT)])[0]
         if lo == str(ABSENT):
             return [(Placement(high), ABSENT)]
         low = find_version(lo, versions)

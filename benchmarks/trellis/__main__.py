@@ -35,7 +35,8 @@ from benchmarks.peers.quality import divergence_of, log_probabilities, replaced
 from benchmarks.real.source import cache
 from benchmarks.real.texts import DOMAINS
 from moepack.calibrate.text.windows import calibration_windows
-from moepack.pack.spec import Matrix, Version
+from moepack.pack.codec.rotation import rotate
+from moepack.pack.spec import BLOCKS, Matrix, Rotation, Version
 from moepack.pipeline.recipe import Quantize
 from moepack.quantize.expert_batch import RIDGE, SPARSE
 from moepack.quantize.grid import dequantise
@@ -46,7 +47,8 @@ from .codes import coded, fit, library, values
 if TYPE_CHECKING:
     from torch import nn
 
-OURS = ("w1d2", "w2", "w2d3", "w3d4")
+ROTATED = " rotated"
+OURS = ("w1d2", "w2", "w2d3", "w3d4", "w2d3 rotated", "w3d4 rotated")
 THEIRS = ((2, 2), (2, 3), (3, 3))  # bits of gate and up, of down
 Fit = Callable[[Tensor, Tensor, int], Tensor]  # weight [rows, cols], moments, 0 for gate and up or 1 for down
 
@@ -108,10 +110,13 @@ def of_model(folder: Path, learn: Tensor, held: Tensor, step: int, state_bits: i
     shapes = [Matrix("", *layers[0].module.get_parameter(n).shape[1:]) for n in ("gate_up_proj", "down_proj")]
     line: list[tuple[float, float]] = []
     for name in OURS:
-        version = Version.of(name, Quantize().size(name), scale_bits=8)
+        plain = name.removesuffix(ROTATED)
+        rotation = Rotation(min(max(BLOCKS), shapes[1].cols & -shapes[1].cols)) if name != plain else None
+        version = Version.of(plain, Quantize().size(plain), rotation, scale_bits=8)
         bits = 8 * version.resident_size(tuple(shapes)) / sum(m.weights for m in shapes)
         row = _row("moepack", name, bits, _divergence(model, layers, partial(_ours, version), held, reference))
-        line.append((bits, math.log(row["KL"])))
+        if rotation is None:
+            line.append((bits, math.log(row["KL"])))
         yield row
     for pair in THEIRS:
         bits = sum(b * m.weights + 16 * m.rows for b, m in zip(pair, shapes, strict=True))
@@ -125,8 +130,12 @@ def of_model(folder: Path, learn: Tensor, held: Tensor, step: int, state_bits: i
 
 
 def _ours(version: Version, weight: Tensor, moments: Tensor, matrix: int) -> Tensor:
-    made = quantise("gptq", weight[None], moments[None], version, matrix=matrix)
-    return dequantise(made, version.at(matrix))[0]
+    rotation = version.rotation if matrix else None
+    if rotation is not None:
+        weight = rotate(weight, rotation)
+        moments = rotate(rotate(moments, rotation).T.contiguous(), rotation)
+    made = dequantise(quantise("gptq", weight[None], moments[None], version, matrix=matrix), version.at(matrix))[0]
+    return made if rotation is None else rotate(made, rotation, back=True)
 
 
 def _theirs(

@@ -12,6 +12,7 @@ on a dark page, and letters that are still legible at half the width. The others
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,10 @@ OURS = "#0b6bcb"
 THEIRS = "#c25700"
 MIXES = {"Q4_K_M": "Q4_K_M", "Q2_K": "Q2_K mix"}  # a side's mix -> its encoding in the peers' table
 DEAD = 0.01  # tokens a second at which what gave none is drawn
+MARKS = {
+    "moepack": ("o", "^", "D", "v", "P", "p"),
+    "llama": ("s", "X"),
+}  # one a side
 
 
 def divergences(rows: Sequence[Row]) -> dict[str, float]:
@@ -70,18 +75,19 @@ def drawn(rows: Sequence[Row], known: Mapping[str, float]) -> Figure:
     axis.set_yscale("log")
     axis.set_yticks([0.5, 1, 2, 5, 10], ["0.5", "1", "2", "5", "10"], minor=False)
     axis.set_yticks([], minor=True)
+    limits = sorted({row["cage GB"] for row in rows})
+    axis.set_xticks(limits, [f"{limit:g}" for limit in limits])
     labelled: list[tuple[str, float, float]] = []
-    for who, colour, mark, up in (("moepack", OURS, "o", 11), ("llama", THEIRS, "s", -20)):
-        for side in dict.fromkeys(r["side"] for r in rows if r["side"].startswith(f"{who}:")):
+    for who, colour, up in (("moepack", OURS, 11), ("llama", THEIRS, -20)):
+        sides = dict.fromkeys(r["side"] for r in rows if r["side"].startswith(f"{who}:"))
+        for mark, side in zip(itertools.cycle(MARKS[who]), sides, strict=False):
             mine = sorted((r for r in rows if r["side"] == side), key=lambda r: r["cage GB"])
             alive = [r for r in mine if "decode tokens/s" in r]
             dead = [] if "static" in side else [r["cage GB"] for r in mine if "decode tokens/s" not in r]
             x = [r["cage GB"] for r in alive]
             y = [r["decode tokens/s"] for r in alive]
             name = side.replace(":", " ", 1).replace("llama", "llama.cpp").split(":dense=")[0].split(":read-ahead")[0]
-            style = "D"
-            if len(alive) > 1:
-                style = f"{mark}--" if beaten(alive[0], rows) else f"{mark}-"
+            style = f"{mark}--" if beaten(alive[0], rows) else f"{mark}-"
             axis.plot(x, y, style, color=colour, linewidth=2, markersize=9, label=name)
             axis.plot(dead, [DEAD] * len(dead), "x", color=colour, markersize=10, markeredgewidth=2.5)
             for row in alive:
@@ -99,10 +105,10 @@ def drawn(rows: Sequence[Row], known: Mapping[str, float]) -> Figure:
             0.02, 0.03, "x: refused, killed, or no token in time", transform=axis.transAxes, fontsize=11, color=GREY
         )
     axis.margins(x=0.2, y=0.15)
-    axis.set_xlabel("memory, page cache included, GB", fontsize=15, color=INK)
-    axis.set_title(
-        "Tokens a second of a model larger than memory; KL in mnat", fontsize=14, color=INK, loc="left", weight="bold"
-    )
+    axis.set_xlabel("limit of memory, page cache included, GB", fontsize=13, color=INK)
+    axis.set_ylabel("decoded tokens a second", fontsize=13, color=INK)
+    title = "A 30 B model larger than memory, on two cores\nKL (mnat): what these bits cost a trained 21 M model"
+    axis.set_title(title, fontsize=13, color=INK, loc="left", weight="bold")
     return figure
 
 

@@ -56,6 +56,7 @@ FULL: dict[str, str] = {
     # Products, and what the same code passes elsewhere
     "whole/test_quality.py::test_perplexity[shared]": "the larger model; the example's",
     "whole/test_quality.py::test_losses[shared]": "the larger model, which is built; the example's",
+    "whole/test_quality.py::test_the_default_recipe_loses_less_at_equal_bytes": "two builds; pipeline/test_recipe",
     "whole/test_quality.py::test_better_than_rounding": "a build more; quantize/test_quantize",
     "moepack/reports/test_speed.py::test_a_plan_predicts": "every policy is replayed; the other tests predict one",
     "runtime/dense/test_file_rows.py::test_a_converted": "a model more; test_under_a_memory_limit",

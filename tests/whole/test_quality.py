@@ -6,7 +6,7 @@ Bounds are per cent of perplexity above plain transformers in float32, at least 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,8 @@ import pytest
 from support import ROOT, build_from
 
 import moepack
+from moepack.pipeline.build import build
+from moepack.pipeline.recipe import load_recipe
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.runtime.planning.options import LoadOptions
@@ -104,3 +106,25 @@ def test_better_than_rounding(bundles, bundle):
         assert made < rounded, version
     made_by = inspect(ours)["methods"]
     assert made_by["w1"].get("sign", 0) >= 60 and made_by["w2"].get("gptq", 0) >= 56
+
+
+def test_the_default_recipe_loses_less_at_equal_bytes(bundles, tmp_path):
+    """Than versions of one width, between whose divergences (logarithms, by bits) it lies."""
+    case = CASES["example"]
+    recipe = load_recipe("default")
+    windows = replace(recipe.calibration, samples=case.samples, length=256)
+    quantize = replace(recipe.quantize, loss_tokens=512)
+    calibration = [str(file) for file in case.calibration]
+    shortened = replace(recipe, calibration=windows, quantize=quantize, text="")
+    build(case.model, tmp_path / "bundle", shortened, calibration)
+
+    def bits_and_divergence(path, version):
+        options = LoadOptions(policy=f"static:{version}", dtype="float32")
+        data = [str(file) for file in case.data]
+        divergence = evaluate(path, data, options, length=256, samples=case.windows, kl=True).kl
+        return inspect(path)["versions"][version]["bits_per_weight"], np.log(divergence)
+
+    line = [bits_and_divergence(bundles("example"), version) for version in ("w2", "w3", "w4")]
+    for version in ("w2d3", "w3d4"):
+        bits, divergence = bits_and_divergence(tmp_path / "bundle", version)
+        assert divergence < np.log(0.75) + np.interp(bits, *zip(*line, strict=True)), version

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.common import EXAMPLES, Row, arguments, finish
+from benchmarks.common import EXAMPLES, Row, arguments, finish, lower_quartile
 from benchmarks.decoding import Mean
 from benchmarks.peers.quality import divergence_of, log_probabilities, replaced
 from benchmarks.real.source import cache
@@ -42,13 +42,14 @@ from moepack.quantize.expert_batch import RIDGE, SPARSE
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise
 
-from .codes import coded, fit, library, values
+from .codes import coded, fit, integers, library
 
 if TYPE_CHECKING:
     from torch import nn
 
 ROTATED = " rotated"
 OURS = ("w1d2", "w2", "w2d3", "w3d4", "w2d3 rotated", "w3d4 rotated")
+CODES = {"1MAD": ("trellis_product", 8, 2), "halves": ("trellis_product_halves", 16, 1)}  # function, streams, times x
 THEIRS = ((2, 2), (2, 3), (3, 3))  # bits of gate and up, of down
 Fit = Callable[[Tensor, Tensor, int], Tensor]  # weight [rows, cols], moments, 0 for gate and up or 1 for down
 
@@ -161,10 +162,9 @@ def _row(who: str, name: str, bits: float, divergence: Mean) -> Row:
 def of_normal(lib: ctypes.CDLL) -> Iterator[Row]:
     """Mean squared error of normal numbers of variance 1, by state bits and bits."""
     targets = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
-    for bits in (2, 3):
-        for state_bits in (8, 10, 12, 14, 16):
-            error = (fit(lib, targets, state_bits, bits) - targets).square().mean()
-            yield {"who": "trellis", "bits": f"{bits}, {state_bits} state bits", "normal error": float(error)}
+    for code, bits, state_bits in product(CODES, (2, 3), (8, 10, 12, 16)):
+        error = (fit(lib, targets, state_bits, bits, code) - targets).square().mean()
+        yield {"who": "trellis", "bits": f"{bits}, {state_bits} state bits, {code}", "normal error": float(error)}
 
 
 def products(lib: ctypes.CDLL, runs: int) -> Iterator[Row]:
@@ -182,30 +182,29 @@ def products(lib: ctypes.CDLL, runs: int) -> Iterator[Row]:
     rows = 8 * weights // cols  # more than caches hold
     codes = torch.randint(0, 1 << 16, (rows, cols // 8), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
     x = torch.randint(-127, 128, (cols,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
-    doubled = x.repeat_interleave(2)
-    out = torch.empty(rows, dtype=torch.int32)
-    spent = []
-    for _ in range(max(3, runs // 8)):
-        began = time.thread_time()
-        lib.trellis_product(
-            *(ctypes.c_void_p(t.data_ptr()) for t in (codes, doubled, out)), ctypes.c_long(rows), ctypes.c_long(cols)
-        )
-        spent.append((time.thread_time() - began) * weights / (rows * cols))
-    wanted = decoded(codes[:4]) @ x.double()
-    if not torch.equal(out[:4].double(), wanted):
-        raise SystemExit("trellis_product is wrong")
-    theirs = 1e6 * sorted(spent)[len(spent) // 4]
     yield {"who": "moepack", "bits": "w2", "us": ours["ours us"]}
-    yield {"who": "trellis", "bits": "2", "us": theirs, "of ours": theirs / ours["ours us"]}
+    for code, (call, streams, repeats) in CODES.items():
+        out = torch.empty(rows, dtype=torch.int32)
+        given = x.repeat_interleave(repeats)
+        pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, given, out)]
+        spent = []
+        for _ in range(max(3, runs // 8)):
+            began = time.thread_time()
+            lib[call](*pointers, ctypes.c_long(rows), ctypes.c_long(cols))
+            spent.append((time.thread_time() - began) * weights / (rows * cols))
+        if not torch.equal(out[:4].double(), decoded(codes[:4], code, streams) @ x.double()):
+            raise SystemExit(f"{call} is wrong")
+        theirs = 1e6 * lower_quartile(spent)
+        yield {"who": "trellis", "bits": f"2, {code}", "us": theirs, "of ours": theirs / ours["ours us"]}
 
 
-def decoded(codes: Tensor) -> Tensor:
-    """What `trellis_product` multiplies by: float64 [rows, cols], of codes uint16 [rows, cols / 8]."""
-    words = codes.to(torch.int64).unflatten(1, (-1, 8))  # [rows, steps, streams]
+def decoded(codes: Tensor, code: str, streams: int) -> Tensor:
+    """What a product multiplies by: float64 [rows, cols], of codes uint16 [rows, cols / 8]."""
+    words = codes.to(torch.int64).unflatten(1, (-1, streams))  # [rows, steps, streams]
     before = torch.cat([torch.zeros_like(words[:, :1]), words[:, :-1]], dim=1)
     both = before << 16 | words
     states = torch.stack([both >> (14 - 2 * i) & 0xFFFF for i in range(8)], dim=2)  # [rows, steps, 8, streams]
-    return (values(states) * 147.8).round().double().flatten(1)
+    return integers(states, code).double().flatten(1)
 
 
 def main() -> None:

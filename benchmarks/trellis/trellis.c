@@ -94,3 +94,33 @@ void trellis_product(const uint16_t *codes, const int16_t *x, int32_t *out, long
         out[r] -= (int32_t)(510 * total);
     }
 }
+
+/* The same of another code, of 16 streams a row: the halves of state * 27107 are two bytes each, and a value is the sum
+ * of the first bytes' rounded mean and of the second bytes' one, less 255. Multiplications of 16 bits have twice the
+ * lanes. */
+void trellis_product_halves(const uint16_t *codes, const int16_t *x, int32_t *out, long rows, long cols) {
+    const __m256i factor = _mm256_set1_epi16(27107), ones = _mm256_set1_epi8(1);
+    long total = 0;
+    for (long c = 0; c < cols; c++) total += x[c];
+    for (long r = 0; r < rows; r++) {
+        __m256i before = _mm256_setzero_si256(), sum = _mm256_setzero_si256();
+        for (long c = 0; c < cols; c += 128, codes += 16) {
+            const __m256i next = _mm256_loadu_si256((const __m256i *)codes);
+#pragma GCC unroll 8
+            for (int i = 0; i < 8; i++) {
+                const __m256i old = _mm256_slli_epi16(before, 2 * i + 2), new = _mm256_srli_epi16(next, 14 - 2 * i);
+                const __m256i state = _mm256_or_si256(old, new);
+                const __m256i low = _mm256_mullo_epi16(state, factor), high = _mm256_mulhi_epu16(state, factor);
+                const __m256i value = _mm256_maddubs_epi16(_mm256_avg_epu8(low, high), ones);
+                const __m256i in = _mm256_loadu_si256((const __m256i *)(x + c + 16 * i));
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(value, in));
+            }
+            before = next;
+        }
+        int32_t parts[8];
+        _mm256_storeu_si256((__m256i *)parts, sum);
+        out[r] = 0;
+        for (int i = 0; i < 8; i++) out[r] += parts[i];
+        out[r] -= (int32_t)(255 * total);
+    }
+}

@@ -24,7 +24,7 @@ from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.served_model import ServedModel
 from moepack.shared.progress import progress
 
-from .tasks import answered, questions
+from .tasks import Question, answered, questions
 
 RECIPES = {  # what is built: versions, and options of quantize
     "exportable": ("bf16, w4, w3, w2", "method: gptq"),
@@ -63,30 +63,38 @@ def compared(
         for version, described in inspect(bundle)["versions"].items():
             if version == "bf16" and rows:
                 continue
-            served = LoadOptions(policy=f"static:{version}", dtype="float32")
-            score = evaluate(bundle, data, served, samples=windows, kl=version != "bf16")
-            model = moepack.load(bundle, policy=f"static:{version}", dtype="float32")
-            with model.moepack:
-                right = answered(functools.partial(_logits, model), tokenizer, asked)
-            outcomes = [float(outcome) for kind in right.values() for outcome in kind]
-            share = clustered(outcomes, [1] * len(outcomes))
-            rows.append(
-                {
-                    "recipe": name,
-                    "version": version,
-                    "bits/weight": described["bits_per_weight"],
-                    "KL": score.kl or "",
-                    "KL, 95 %": _interval(score.kl_interval),
-                    "perplexity": score.perplexity,
-                    "top-1 %": "" if score.top1_agreement is None else 100 * score.top1_agreement,
-                    "right answers %": 100 * share.mean,
-                    "95 %": f"{100 * share.low:.0f} to {100 * share.high:.0f}",
-                    "by kind": {kind: sum(outcomes) / len(outcomes) for kind, outcomes in right.items()},
-                }
-            )
+            row = {"recipe": name, "version": version, "bits/weight": described["bits_per_weight"]}
+            rows.append(row | scored(bundle, version, tokenizer, data, windows, asked))
             print(rows[-1], flush=True)
         shutil.rmtree(bundle)
     return rows
+
+
+def scored(
+    bundle: Path,
+    version: str,
+    tokenizer: PreTrainedTokenizerBase,
+    data: Sequence[str],
+    windows: int,
+    asked: Sequence[Question],
+) -> Row:
+    """What one version of a bundle costs in divergence, perplexity and answers."""
+    served = LoadOptions(policy=f"static:{version}", dtype="float32")
+    score = evaluate(bundle, data, served, samples=windows, kl=version != "bf16")
+    model = moepack.load(bundle, policy=f"static:{version}", dtype="float32")
+    with model.moepack:
+        right = answered(functools.partial(_logits, model), tokenizer, asked)
+    outcomes = [float(outcome) for kind in right.values() for outcome in kind]
+    share = clustered(outcomes, [1] * len(outcomes))
+    return {
+        "KL": score.kl or "",
+        "KL, 95 %": _interval(score.kl_interval),
+        "perplexity": score.perplexity,
+        "top-1 %": "" if score.top1_agreement is None else 100 * score.top1_agreement,
+        "right answers %": 100 * share.mean,
+        "95 %": f"{100 * share.low:.0f} to {100 * share.high:.0f}",
+        "by kind": {kind: sum(outcomes) / len(outcomes) for kind, outcomes in right.items()},
+    }
 
 
 def at_equal_bits(rows: Sequence[Row], base: str, other: str) -> dict[str, float]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from .common import TEXTS, figures, mean_rise, percent, ratio, results, rise, shown, table
+from benchmarks.common import Row
+
+from .common import TEXTS, figures, percent, ratio, results, rise, shown, table
 
 
 @shown
 def quality() -> str:
-    """Perplexity by version, with what that is above the plain model; rounding is in `summary`."""
+    """Perplexity by version, with what that is above the plain model, without rounding to nearest."""
     rows = results("quality-tiny-qwen3-moe")["rows"]
     plain = rows[0]
     out = []
@@ -23,15 +25,29 @@ def quality() -> str:
 
 @shown
 def summary() -> str:
-    """The same for the front page: the mean over the texts, ours and rounding."""
-    rows = {row["version"]: row for row in results("quality-tiny-qwen3-moe")["rows"]}
+    """Of the upcycled model, for the front page: the default recipe's versions."""
+    rows = results("real-versions")["rows"]
+    first = rows[0]
+    shown = [first, *(row for row in rows[1:] if row["recipe"] == "default")]
+    return table(["version", "bits a weight", "perplexity", "right answers"], [_version(row, first) for row in shown])
+
+
+@shown
+def real_versions() -> str:
+    """The same by recipe, with divergence."""
+    rows = results("real-versions")["rows"]
     out = []
-    for name in ("bf16", "w4", "w3", "w2", "w1"):
-        ours = rows.get(name) or rows[f"{name} gptq"]
-        rounded = rows.get(f"{name} rtn")
-        cells = [percent(mean_rise(r, rows["transformers"])) if r else "" for r in (ours, rounded)]
-        out.append([f"`{name}`", f"{ours['bits/weight']:.4g}", *cells])
-    return table(["version", "bits a weight", "perplexity", "rounding to nearest"], out)
+    for row in rows:
+        name, bits, perplexity, right = _version(row, rows[0])
+        divergence = f"{figures(row['KL'])} ({row['KL, 95 %']})" if row["KL"] else ""
+        out.append([row["recipe"] if row["KL"] else "", name, bits, divergence, perplexity, right])
+    return table(["recipe", "version", "bits a weight", "KL (95 %)", "perplexity", "right answers (95 %)"], out)
+
+
+def _version(row: Row, first: Row) -> list[str]:
+    above = "" if row is first else f" ({percent(rise(row, first, 'perplexity'))})"
+    right = f"{row['right answers %']:.0f} % ({row['95 %']})"
+    return [f"`{row['version']}`", f"{row['bits/weight']:.4g}", f"{figures(row['perplexity'])}{above}", right]
 
 
 @shown

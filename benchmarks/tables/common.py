@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
@@ -70,11 +69,6 @@ def machine(names: str, page: Path) -> str:
 def rise(row: Row, base: Row, text: str) -> float:
     """Per cent by which a row's perplexity is above another's."""
     return float(100 * (row[text] / base[text] - 1))
-
-
-def mean_rise(row: Row, base: Row) -> float:
-    """The mean of it over the texts."""
-    return statistics.fmean(rise(row, base, text) for text in TEXTS)
 
 
 def percent(value: float) -> str:

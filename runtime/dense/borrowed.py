@@ -22,7 +22,7 @@ from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, Matri
 from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.step.context import current
 
-from .linears import in_place_of, learns, most_tokens
+from .linears import in_place_of, learns, most_tokens, with_name
 from .selection import over_seen, sees_few
 from .values import Changed
 
@@ -41,23 +41,6 @@ class _Names:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._of, name)
-
-
-def _with_name(function: types.FunctionType, name: str, value: object) -> types.FunctionType:
-    """Copy a function with one of its global names replaced; a decorated function is replaced inside its decorators."""
-    names = {**function.__globals__, name: value}
-    cells = function.__closure__
-    inner = None
-    if (wrapped := getattr(function, "__wrapped__", None)) is not None:
-        inner = _with_name(wrapped, name, value)
-        own = types.CellType(inner)
-        names = function.__globals__
-        cells = tuple(own if c.cell_contents is wrapped else c for c in cells or ())
-    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__ = function.__kwdefaults__
-    if inner is not None:
-        made.__wrapped__ = inner  # type: ignore[attr-defined]
-    return made
 
 
 def _own_code(module: nn.Module) -> types.FunctionType | None:
@@ -93,7 +76,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
                 continue
             shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach(), most))
             kind: Any = type(module)
-            own = _with_name(kind.forward, "F", shim)
+            own = with_name(kind.forward, "F", shim)
             if changed.count(kind, _agree(module, own, most)):
                 module.__class__ = in_place_of(kind, own)
     return changed.done()
@@ -305,7 +288,7 @@ def _to_few(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Tenso
 def with_attention(kind: Any, change: Callable[[Attention], Attention]) -> Callable[..., object]:
     """Return a class's forward, in which `change` has been given each attention function."""
     of = inspect.unwrap(kind.forward).__globals__[REGISTRY]
-    return _with_name(kind.forward, REGISTRY, _Registry(of, change))
+    return with_name(kind.forward, REGISTRY, _Registry(of, change))
 
 
 def attends_by_name(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -215,6 +216,23 @@ def in_place_of(kind: type[nn.Module], forward: Callable[..., object]) -> type[n
         return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
 
     return type(kind.__name__, (kind,), {**names, "__reduce_ex__": reduce, "forward": forward})
+
+
+def with_name(function: types.FunctionType, name: str, value: object) -> types.FunctionType:
+    """Copy a function with one of its global names replaced; a decorated function is replaced inside its decorators."""
+    names = {**function.__globals__, name: value}
+    cells = function.__closure__
+    inner = None
+    if (wrapped := getattr(function, "__wrapped__", None)) is not None:
+        inner = with_name(wrapped, name, value)
+        own = types.CellType(inner)
+        names = function.__globals__
+        cells = tuple(own if c.cell_contents is wrapped else c for c in cells or ())
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, cells)
+    made.__kwdefaults__ = function.__kwdefaults__
+    if inner is not None:
+        made.__wrapped__ = inner  # type: ignore[attr-defined]
+    return made
 
 
 def _linear(self: FamilyModule, input: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class Machine:
         while self.evict():
             pass
 
-    def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
+    def add(self, wanted: int, keys: tuple[bytes, ...] = (), prompt: int = 0) -> CacheSlot:
         slot = CacheSlot()
         slot.cache = slot
         self.caches[id(slot)] = []

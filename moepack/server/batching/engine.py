@@ -145,16 +145,30 @@ class Engine:
 
     # --- sequences
 
-    def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> CacheSlot:
-        """Add a sequence whose cache will soon hold `wanted` tokens; `keys` are its prompt's `chunk_keys`."""
+    def add(self, wanted: int, keys: tuple[bytes, ...] = (), prompt: int = 0) -> CacheSlot:
+        """Add a sequence whose cache will soon hold `wanted` tokens; `keys` are its prompt's `chunk_keys`.
+
+        `prompt` is its prompt's number of tokens, which may take several passes.
+        """
         if not self.is_packed:
-            return CacheSlot()
+            return CacheSlot(self._told(prompt))
         if self._rows is None:
             states = partial(DynamicCache, config=self._model.config) if self._with_states else None
             self._rows = PackedKvCache(
                 self._windows, self._shape(), self._step, self.most_kept, self._table, states, self._kv, self._files
             )
         return CacheSlot(self._rows.add(wanted, keys))
+
+    def _told(self, prompt: int) -> Cache | None:
+        """Return an empty cache whose layers know the length of the prompt; None if none asks.
+
+        Layers of Unlimited-OCR keep a prompt and a window of what follows: untold, they take the first pass for it.
+        """
+        made = DynamicCache(config=self._model.config)
+        asking: list[Any] = [layer for layer in made.layers if hasattr(layer, "set_prefill_length")]
+        for layer in asking:
+            layer.set_prefill_length(prompt)
+        return made if asking else None
 
     def remove(self, slot: CacheSlot) -> None:
         """Remove a sequence and free its cache."""

@@ -289,7 +289,7 @@ class Scheduler:
                 if one.sampler is None:
                     mask = one.job.grammar() if one.job.grammar is not None else None
                     one.sampler = Sampler(one.job.sampling, one.job.prompt, self._engine.device, mask)
-                one.slot = self._engine.add(one.soon, one.keys)
+                one.slot = self._engine.add(one.soon, one.keys, len(one.job.prompt))
             except Exception as error:
                 self._drop([one], error)
                 continue

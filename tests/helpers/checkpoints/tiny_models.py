@@ -62,6 +62,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32},
     "granitemoe": {"num_local_experts": 4},
     "glm4_moe": _GROUPED,
+    "jamba": {"num_local_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
 WITH_STATES: dict[str, dict[str, Any]] = {
     "kimi_linear": {
@@ -124,6 +125,8 @@ def save_tiny(
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and "bias" in name:  # random, so that a lost bias shows
                 parameter.normal_(0, 0.1)
+            if name.endswith("dt_proj.bias"):  # forgets slowly, so that a lost state shows
+                parameter.sub_(4)
             if parameter.ndim >= 2 and ("bias" in name or "experts" in name):
                 parameter.normal_(0, 0.1)
     model.to(dtype).save_pretrained(path)

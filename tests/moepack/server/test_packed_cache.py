@@ -7,7 +7,9 @@ import pytest
 import torch
 from tiny_models import save_tiny
 
+from benchmarks.families import small
 from moepack.families.arguments import with_cache
+from moepack.families.model_class import auto_class
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.sizes import storages
@@ -20,7 +22,7 @@ LONGROPE = {
     "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.0, "long_mscale": 1.2,
 }  # fmt: skip
 LENGTHS = (3, 40, 17, 1)
-PACKED = ("qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next")
+PACKED = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen3_next", "jamba")
 
 
 def model_of(family, folder, **extra):
@@ -44,7 +46,7 @@ def answers(engine, prompts, apart=2, chunk=STEP):
         for n, row in enumerate(logits):
             if step < apart * n or len(row) == NEW:
                 continue
-            slot = slots[n] = slots[n] or engine.add(len(prompts[n]))
+            slot = slots[n] = slots[n] or engine.add(len(prompts[n]), prompt=len(prompts[n]))
             part = tokens[n][slot.length : slot.length + chunk]
             items.append(StepInput(slot, part, int(slot.length + len(part) == len(tokens[n]))))
             who.append(n)
@@ -73,7 +75,7 @@ def plain_answers(model, prompts, kv="16"):
 @pytest.mark.parametrize("kv", ["16", "8", "k8v4"] if backends.library() else ["16"])
 @pytest.mark.parametrize("family", PACKED)
 def test_answers_are_those_of_plain_transformers(family, kv, tmp_path):
-    """Windows and sinks (gpt_oss), latents (deepseek), states (qwen3_next): logits differ by rounding alone.
+    """Windows and sinks (gpt_oss), latents (deepseek), states (qwen3_next, jamba): logits differ by rounding alone.
 
     With codes rounding may move a code to the next one.
     """
@@ -106,6 +108,17 @@ def test_what_cannot_be_packed_is_served_one_by_one(family, extra, why, tmp_path
     assert not engine.is_packed and why in str(engine.why_not_packed)
     assert "each has forward passes of its own" in caplog.text
     assert [tokens for tokens, _ in answers(engine, prompts_of())] == [tokens for tokens, _ in wanted]
+
+
+def test_a_prompt_in_several_passes_is_one_prompt():
+    """To layers that keep a prompt and a window of the answer (unlimited_ocr): as in a single pass of it."""
+    torch.manual_seed(0)
+    config = small("unlimited_ocr")
+    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    wanted = plain_answers(model, prompts_of())
+    for (tokens, logits), (right, plain) in zip(answers(Engine(model, STEP), prompts_of()), wanted, strict=True):
+        assert tokens == right
+        torch.testing.assert_close(logits, plain, atol=5e-6, rtol=1e-4)
 
 
 def test_a_model_that_changes_its_cache_is_found_out(tmp_path, monkeypatch):

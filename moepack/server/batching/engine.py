@@ -111,12 +111,12 @@ class Engine:
         # Seconds that passes waited for experts' bytes since the start.
         self.waited: Callable[[], float] = lambda: 0.0 if manager is None else float(manager.waited)
         try:
-            if manager is not None and manager.policy.needs.importance:
-                raise NotPackable("its policy reads attention weights")
             self._windows = windows_of(model.config)
             self._with_states = layers_with_states(model.config)
             if unknown := self._with_states - serve_rows(model, self._with_states):
                 raise NotPackable(f"its layers {', '.join(map(str, sorted(unknown)))} keep states of their own kind")
+            if manager is not None and manager.policy.needs.importance:
+                raise NotPackable("its policy reads attention weights")
             model.config._attn_implementation = NAME
             if not self._with_states:
                 self._table = RowTable.of(model, len(self._windows))

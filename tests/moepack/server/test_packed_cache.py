@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,11 +100,17 @@ def test_answers_are_those_of_plain_transformers(family, kv, tmp_path):
             "states of their own",
         ),  # has its own cache
         ("phimoe", {"rope_parameters": LONGROPE}, "longrope"),
+        ("jamba", {}, "its policy reads attention weights"),
     ),
 )
 def test_what_cannot_be_packed_is_served_one_by_one(family, extra, why, tmp_path, caplog):
+    """A prompt in several passes too: Jamba's scan goes on from its state."""
     model = model_of(family, tmp_path, **extra)
     wanted = plain_answers(model, prompts_of())
+    if "policy" in why:
+        policy = SimpleNamespace(needs=SimpleNamespace(importance=True))
+        manager = SimpleNamespace(policy=policy, waited=0.0)
+        model.moepack = SimpleNamespace(manager=manager, caches=None, kv=(), budget_bytes=None)
     engine = Engine(model, STEP)
     assert not engine.is_packed and why in str(engine.why_not_packed)
     assert "each has forward passes of its own" in caplog.text

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 from benchmarks.common import Row
 
-from .common import TEXTS, figures, percent, ratio, results, rise, shown, table
-
-
-@shown
-def quality() -> str:
-    """Perplexity by version, with what that is above the plain model, without rounding to nearest."""
-    rows = results("quality-tiny-qwen3-moe")["rows"]
-    plain = rows[0]
-    out = []
-    for row in rows:
-        if row["version"].endswith(" rtn"):
-            continue
-        name = row["version"].removesuffix(" gptq")
-        bits = f"{row['bits/weight']:.4g}"
-        cells = [f"{figures(row[t])}" + ("" if row is plain else f" ({percent(rise(row, plain, t))})") for t in TEXTS]
-        out.append([name, bits, *cells])
-    return table(["version", "bits a weight", *TEXTS.values()], out)
+from .common import figures, percent, ratio, results, rise, shown, table
 
 
 @shown
 def summary() -> str:
-    """Of the upcycled model, for the front page: the default recipe's versions."""
+    """Of the upcycled model, for the front page: versions by falling bits."""
     rows = results("real-versions")["rows"]
-    first = rows[0]
-    shown = [first, *(row for row in rows[1:] if row["recipe"] == "default")]
-    return table(["version", "bits a weight", "perplexity", "right answers"], [_version(row, first) for row in shown])
+    falling = sorted(rows, key=lambda row: -row["bits/weight"])
+    cells = [_version(row, rows[0]) for row in falling]
+    return table(["version", "bits a weight", "perplexity", "right answers"], cells)
 
 
 @shown
@@ -48,6 +32,19 @@ def _version(row: Row, first: Row) -> list[str]:
     above = "" if row is first else f" ({percent(rise(row, first, 'perplexity'))})"
     right = f"{row['right answers %']:.0f} % ({row['95 %']})"
     return [f"`{row['version']}`", f"{row['bits/weight']:.4g}", f"{figures(row['perplexity'])}{above}", right]
+
+
+@shown
+def trellis() -> str:
+    """Versions and trellis codes at their bits, on the upcycled model."""
+    out = []
+    for row in results("trellis")["rows"]:
+        if "KL" in row:
+            left = f"{row['of ours']:.2f}" if "of ours" in row else ""
+            name = f"`{row['bits']}`" if row["who"] == "moepack" else f"trellis, {row['bits']} bits"
+            divergence = f"{1e3 * row['KL']:.1f} ± {1e3 * row['+-']:.1f}"
+            out.append([name, f"{row['bits/weight']:.2f}", divergence, left])
+    return table(["gate and up, down", "bits a weight", "KL, mnat", "of ours at these bits"], out)
 
 
 @shown

@@ -162,12 +162,6 @@ def serving() -> str:
 
 
 @shown
-def limited_clients() -> str:
-    """One server by clients, of a model larger than memory."""
-    return as_is("limited-clients")
-
-
-@shown
 def start() -> str:
     """From the start of a command to its first token."""
     return as_is("start")

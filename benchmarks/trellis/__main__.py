@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from benchmarks.common import EXAMPLES, Row, arguments, finish, lower_quartile
+from benchmarks.common import EXAMPLES, Row, arguments, finish, lower_quartile, machine
 from benchmarks.decoding import Mean
 from benchmarks.peers.quality import divergence_of, log_probabilities, replaced
 from benchmarks.real.source import cache
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 ROTATED = " rotated"
 OURS = ("w1d2", "w2", "w2d3", "w3d4", "w2d3 rotated", "w3d4 rotated")
+COLUMNS = ("who", "bits", "bits/weight", "KL", "+-", "of ours", "normal error", "us")
 CODES = {"1MAD": ("trellis_product", 8, 2), "halves": ("trellis_product_halves", 16, 1)}  # function, streams, times x
 THEIRS = ((2, 2), (2, 3), (3, 3))  # bits of gate and up, of down
 Fit = Callable[[Tensor, Tensor, int], Tensor]  # weight [rows, cols], moments, 0 for gate and up or 1 for down
@@ -216,6 +217,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=32, help="windows of 512 tokens to fit to")
     parser.add_argument("--windows", type=int, default=24, help="of 512 tokens to measure on")
     args = parser.parse_args()
+    if "avx2" not in machine()["simd"]:
+        parser.error("the prototypes are of AVX2, which this processor does not have")
     with tempfile.TemporaryDirectory() as work:
         lib = library(Path(work))
         rows = list(products(lib, 4 if args.quick else 64)) + list(of_normal(lib))
@@ -224,13 +227,7 @@ def main() -> None:
         rows += of_model(
             model, learn, held, 1 if args.quick else args.layers, 8 if args.quick else args.state_bits, lib
         )
-    finish(
-        "trellis codes",
-        ("who", "bits", "bits/weight", "KL", "+-", "of ours", "normal error", "us"),
-        rows,
-        [],
-        args.json,
-    )
+    finish("trellis codes", COLUMNS, rows, [], args.json)
 
 
 def _windows(args: argparse.Namespace, work: Path) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ def test_tables_and_machines_are_those_of_the_results():
     shown = {name for names in re.findall(r"<!-- machine: (.+) -->", text) for name in names.split()}
     measured = {p.stem for p in tables.common.RESULTS.glob("*.json")}
     assert shown == measured, "a file of results without its machine"
-    assert tables.with_tables("<!-- table: quality -->\nold\n<!-- end of table -->").count("\n") > 3
+    assert tables.with_tables("<!-- table: real -->\nold\n<!-- end of table -->").count("\n") > 3
 
 
 def test_pictures_are_drawn_by_the_command(tmp_path):

@@ -241,10 +241,12 @@ def _windows(args: argparse.Namespace, work: Path) -> tuple[Tensor, Tensor]:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         seen, unseen = ([_written(work, tokenizer, d, held=h) for d in DOMAINS] for h in (False, True))
         counts = (args.samples, args.windows)
-    return tuple(
-        calibration_windows(files, tokenizer, count, 512 if not args.quick else 128, 0).ids
+    length = 128 if args.quick else 512
+    learn, held = (
+        calibration_windows(files, tokenizer, count, length, 0).ids
         for files, count in zip((seen, unseen), counts, strict=True)
     )
+    return learn, held
 
 
 if __name__ == "__main__":

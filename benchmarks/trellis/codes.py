@@ -37,8 +37,8 @@ def integers(states: Tensor, code: str) -> Tensor:
     """
     if code == "1MAD":
         hashed = (states.to(torch.int64) * 34038481 + 76625530) & 0xFFFFFFFF
-        total: Tensor = sum((hashed >> shift) & 0xFF for shift in (0, 8, 16, 24))
-        return total - 510
+        parts = [(hashed >> shift) & 0xFF for shift in (0, 8, 16, 24)]
+        return torch.stack(parts).sum(0) - 510
     product = states.to(torch.int64) * 27107
     pairs = [((product >> shift & 0xFF) + (product >> shift + 16 & 0xFF) + 1) >> 1 for shift in (0, 8)]
     return pairs[0] + pairs[1] - 255
@@ -103,7 +103,8 @@ def coded(lib: ctypes.CDLL, weight: Tensor, moments: Tensor, state_bits: int, bi
         better = (change.sum(1) < 0).repeat_interleave(TILE)[:, None]
         error[:, here] = torch.where(better, new, old)
     made = (exact - error) * scale
-    return rotate(rotate(made.T.contiguous(), left, back=True).T.contiguous(), right, back=True)
+    back: Tensor = rotate(rotate(made.T.contiguous(), left, back=True).T.contiguous(), right, back=True)
+    return back
 
 
 def _block(size: int) -> int:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 ROTATED = " rotated"
-OURS = ("w1d2", "w2", "w2d3", "w3d4", "w2d3 rotated", "w3d4 rotated")
+OURS = ("w1d2", "w2", "w2d3", "w3d4", "w2d3 rotated")
 COLUMNS = ("who", "bits", "bits/weight", "KL", "+-", "of ours", "normal error", "us")
 CODES = {"1MAD": ("trellis_product", 8, 2), "halves": ("trellis_product_halves", 16, 1)}  # function, streams, times x
 THEIRS = ((2, 2), (2, 3), (3, 3))  # bits of gate and up, of down

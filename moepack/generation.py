@@ -57,11 +57,16 @@ class Session:
 
     def load(self, kv_tokens: int, prefill_tokens: int) -> None:
         """Load the model. The arguments apply where the options leave `kv_tokens` or `prefill_tokens` unset."""
+        from moepack.runtime.dense.by_row import serve_rows
+
+        from .server.batching.packed_cache import layers_with_states
+
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
         self._chunk = options.workload.prefill_tokens or PROMPT
         self._room = options.workload.kv_tokens
         with Reporter().hub_bars(), loading(str(self._path)) as report:
             self.model = load_model(self._source, options, report)
+        serve_rows(self.model, layers_with_states(self.model.config))  # a prompt's later passes go on from their state
         self._ends = {*end_tokens(self.model.generation_config)}
 
     def __enter__(self) -> Session:
@@ -216,8 +221,12 @@ class Session:
         """Read tokens from `done` on, in a budget a chunk at a time; return the last one's logits, and the cache."""
         import torch
 
+        from .server.batching.packed_cache import told_cache
+
         last: dict[str, object] = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
         new = torch.tensor([ids[done:]], device=self.model.device)
+        if cache is None:
+            cache = told_cache(self.model.config, len(ids))
         for part in new.split(self._chunk if self._options.in_budget else new.shape[1], dim=1):
             out = self.model(input_ids=part, use_cache=True, **with_cache(self.model, cache), **last)
             cache = cache_in(out)

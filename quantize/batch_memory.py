@@ -78,9 +78,10 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
         whole = experts_at_once(m.rows, m.cols, len(versions), experts) * working_bytes(m.rows, m.cols, len(versions))
         steps.append(weights + 2 * made + errors + left + experts * square + whole)
     if settings.refine:
-        # `refit_down`: of some experts two sums at each version and the first matrix's values, then one version's fit.
+        # `refit_down`: of some experts, and of the layer, two sums at each version; the first matrix's values and
+        # temporaries of one version's sums; then one version's fit.
         together = min(experts, max(1, LANES // second.rows))
-        summed = len(versions) * (2 * together * squares[1] + 4 * first.weights) + squares[1]
+        summed = len(versions) * (2 * (together + 1) * squares[1] + 4 * first.weights) + 4 * squares[1]
         fitting = together * (working_bytes(second.rows, second.cols, 1) + 8 * second.weights + squares[1])
         steps.append(weights + 2 * made + errors + summed + max(part, fitting))
     return max(steps)

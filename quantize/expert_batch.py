@@ -327,7 +327,7 @@ def _moments_of(
                 products[version].add(q, torch.zeros(len(part), dtype=torch.int64))
                 missing[version].addmm_(q.T, exact - q)
         count = max(1, len(at))
-        return {version: (products[version].mean()[0], missing[version].div_(count)) for version in first}
+        return {version: (products.pop(version).mean()[0], missing[version].div_(count)) for version in first}
 
     own = means(tokens.learn)
     prior = PRIOR * cols
@@ -335,13 +335,16 @@ def _moments_of(
     if learnt >= NEGLIGIBLE * prior:
         return own
     around = means(batch.common)
-    return {
-        version: (
-            shrink(own[version][0], learnt, around[version][0], prior),
-            shrink(own[version][1], learnt, around[version][1], prior),
+    made = {}
+    for version in first:
+        of_expert = own.pop(version)
+        of_layer = around.pop(version)
+        made[version] = (
+            shrink(of_expert[0], learnt, of_layer[0], prior),
+            shrink(of_expert[1], learnt, of_layer[1], prior),
         )
-        for version in first
-    }
+        del of_expert, of_layer
+    return made
 
 
 def _measure(

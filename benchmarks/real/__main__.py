@@ -75,7 +75,7 @@ def _quick(args: argparse.Namespace) -> None:
         released = generated(Path(work) / "released")
         _make(args, released, Path(work), upcycle.Training(steps=2, length=128, rank=2))
         _what_it_is(args, released, count=2)
-        args.recipe = ["exportable", "default"]
+        args.recipe = ["uniform", "default"]
         _versions(args, count=2, each=2)
 
 
@@ -104,10 +104,10 @@ def _versions(args: argparse.Namespace, count: int, each: int) -> None:
         data = [_written(Path(work), tokenizer, domain, held=True) for domain in DOMAINS]
         rows = versions.compared(args.output, Path(work), tokenizer, calibration, data, recipes, count, each)
     targets = [
-        Target(f"{name} {version}: of exportable's divergence at equal bits of experts", left, 0.75, "lower")
+        Target(f"{name} {version}: of uniform's divergence at equal bits of experts", left, 0.75, "lower")
         for name in recipes
         if name in ("refined", "default")
-        for version, left in versions.at_equal_bits(rows, "exportable", name).items()
+        for version, left in versions.at_equal_bits(rows, "uniform", name).items()
     ]
     finish("versions of the upcycled model", versions.COLUMNS, rows, targets, args.json)
 

@@ -27,7 +27,7 @@ from moepack.shared.progress import progress
 from .tasks import Question, answered, questions
 
 RECIPES = {  # what is built: versions, and options of quantize
-    "exportable": ("bf16, w4, w3, w2", "method: gptq"),
+    "uniform": ("bf16, w4, w3, w2", "method: gptq"),
     "refined": ("bf16, w4, w3, w2", "method: gptq, refine: true"),
     "default": ("bf16, w4d5, w3d4, w2d3", "method: gptq, refine: true, scale_bits: 8"),
     "rounded": ("bf16, w4, w3, w2", "method: rtn"),

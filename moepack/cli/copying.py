@@ -63,7 +63,7 @@ def export(
     ] = "checkpoint",
     bits: Annotated[
         str | None,
-        typer.Option("--bits", help="Export every expert at one width (4 means w4) or version (such as mxfp4)."),
+        typer.Option("--bits", help="Export every expert at one width (4: w4 or w4d5) or version (such as mxfp4)."),
     ] = None,
     map_file: Annotated[
         str | None,
@@ -162,7 +162,8 @@ def pull(
         typer.Option("--for", help="Export for vllm, transformers or llama.cpp, of --bits or within --fit bytes."),
     ] = None,
     bits: Annotated[
-        str | None, typer.Option("--bits", help="With --for: export every expert at one width (4 means w4) or version.")
+        str | None,
+        typer.Option("--bits", help="With --for: export every expert at one width (4: w4 or w4d5) or version."),
     ] = None,
     versions: Names = "",
     add: Annotated[str, typer.Option("--add", help="Add these versions to a pulled bundle.")] = "",

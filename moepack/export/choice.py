@@ -77,7 +77,7 @@ def named(bundle: Bundle, target: Target, bits: str | None) -> str:
         some = f"here are {', '.join(can)}" if can else f"no version here can be: here are {', '.join(here)}"
         raise InputError(f"--to {target.name}: say what to export, by --bits, --map or --fit: {some}")
     name = bits
-    if bits.isdigit():
+    if bits.isdecimal():
         wide = f"w{bits}d{int(bits) + 1}"  # with a bit more for down, as in the default recipe
         name = wide if wide in here and f"w{bits}" not in here else f"w{bits}"
     if name not in here:

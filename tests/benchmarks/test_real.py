@@ -44,14 +44,14 @@ def test_shares_at_equal_bits_lie_on_the_line_of_logarithms():
     rows = [
         {"recipe": recipe, "version": version, "bits/weight": bits, "KL": kl}
         for recipe, version, bits, kl in (
-            ("exportable", "bf16", 10.7, ""),
-            ("exportable", "w3", 3.0, 0.1),
-            ("exportable", "w2", 2.0, 0.4),
+            ("uniform", "bf16", 10.7, ""),
+            ("uniform", "w3", 3.0, 0.1),
+            ("uniform", "w2", 2.0, 0.4),
             ("default", "w2d3", 2.5, 0.1),
             ("default", "w4d5", 4.6, 0.01),
         )
     ]
-    assert versions.at_equal_bits(rows, "exportable", "default") == {"w2d3": pytest.approx(0.5)}
+    assert versions.at_equal_bits(rows, "uniform", "default") == {"w2d3": pytest.approx(0.5)}
 
 
 def test_questions_differ_and_any_rank_may_be_right():

@@ -34,6 +34,7 @@ DOCUMENTS += sorted(
     str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md") if p.parent != ROOT / "docs" / "extending"
 )
 QUICK = "quantize: {method: rtn, loss_tokens: 128}\ncalibration: {samples: 32, length: 128, batch_size: 32}\n"
+_QUICK = "method: rtn\n  loss_tokens: 128"
 _OTHERS_CALL = re.compile(r"[|<>$;&`*]")
 
 
@@ -87,7 +88,7 @@ def run(command, where):
         return cli(*words[1:])
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-ec", command.replace("method: gptq", "method: rtn\n  loss_tokens: 128")],
+        ["bash", "-ec", command.replace("method: gptq\n  refine: true", _QUICK).replace("method: gptq", _QUICK)],
         cwd=where, env={**os.environ, "PATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr

@@ -55,6 +55,7 @@ def grown_from() -> int:
 def parts(folder: str) -> dict[str, dict[str, int]]:
     return {
         "disk": held(Path(folder)), "memory": held(None), "batch": batch("gptq"), "dense": dense("rtn"),
+        "refine": batch("refine"),
         "files": {"left": len(list(Path(folder).iterdir()))},
     }  # fmt: skip
 
@@ -75,7 +76,7 @@ def held(folder: Path | None) -> dict[str, int]:
 
 
 def batch(method: str) -> dict[str, int]:
-    """An expert batch of four experts; both numbers in bytes."""
+    """An expert batch of four experts; both numbers in bytes. `refine` is the default recipe's way, with few tokens."""
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
     from moepack.calibrate.gather import gather_batch
@@ -85,7 +86,10 @@ def batch(method: str) -> dict[str, int]:
 
     hidden, size, experts, tokens = 256, 768, 4, 2048
     layer = ExpertLayer(0, "m", experts, (Matrix("gate_up", 2 * size, hidden, False), Matrix("down", hidden, size)))
+    refine = method == "refine"
     versions = tuple(Version.of(name, 64) for name in ("w4", "w2"))
+    if refine:
+        versions = tuple(Version.of(name, scale_bits=8) for name in ("w4d5", "w3d4", "w2d3", "w1d2"))
 
     def run(experts: int) -> dict[str, int]:
         g = torch.Generator().manual_seed(0)
@@ -94,7 +98,7 @@ def batch(method: str) -> dict[str, int]:
         chosen = torch.arange(4, dtype=torch.int32).repeat(tokens, 1)
         inputs = torch.randn(tokens, hidden, generator=g).bfloat16()
         seen = Observation(inputs, chosen, torch.full((tokens, 4), 0.5), 64)
-        settings = Settings(method, versions, loss_tokens=2048)
+        settings = Settings("gptq" if refine else method, versions, loss_tokens=2048, refine=refine)
         before = grown_from()
         made = gather_batch(
             Module(), weights.select(range(experts)), range(experts), seen, settings, torch.device("cpu")

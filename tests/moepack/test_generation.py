@@ -7,9 +7,13 @@ import pytest
 import torch
 from gpu_stand_in import install
 from support import ROOT, cli, ok
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM
 
 import moepack
+from benchmarks.families import small
 from moepack.chat import local_model, server, talk
+from moepack.families.model_class import auto_class
 from moepack.families.tokenizer import load_tokenizer
 from moepack.generation import GREEDY, Session, generate
 from moepack.pack.errors import InputError
@@ -189,3 +193,23 @@ def test_a_chat_with_a_server(bundle):
         for key, new, words in (("wrong", 8, "key"), ("secret", 1 << 20, "maximum context length")):
             with pytest.raises(InputError, match=words):
                 talk(server(running.url, key, new, flags), lines=lines, tell=lambda text: None)
+
+
+@pytest.mark.parametrize("family", ["jamba", "unlimited_ocr"])
+def test_later_passes_of_a_prompt_know_of_the_first(family, bundle, tmp_path, monkeypatch):
+    """In a budget, and in a chat's next turn: a state (jamba), the prompt's length (unlimited_ocr)."""
+    torch.manual_seed(0)
+    if family == "jamba":
+        save_tiny(family, tmp_path)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    else:
+        config = small(family)
+        model = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    ids = list(range(3, 43))
+    with torch.inference_mode():
+        right = model(input_ids=torch.tensor([ids])).logits[0, -1]
+        monkeypatch.setattr("moepack.generation.load_model", lambda *arguments: model)
+        session = Session(bundle, LoadOptions(device_memory=10**9))
+        session.load(64, 16)
+        got, _ = session._read(ids, None, 0)
+    torch.testing.assert_close(got, right, atol=5e-6, rtol=1e-4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -220,6 +220,8 @@ class DryRun:
             rate = operations(widest, torch.float32, self._stream.device)
         by_moments = [v for v in settings.versions if methods.method_for(settings.method, v).needs_moments]
         small = sum(_products(m, tokens, len(by_moments)) for m in few.layer.matrices) if by_moments else 0.0
+        if settings.refine and by_moments:
+            small += _refined(few.layer.matrices, tokens, len(by_moments))
         products = min(took, small / rate)
         single = (took - products) * layer.expert_weights / few.layer.expert_weights
         return single + products * _work(layer) / _work(few.layer)
@@ -321,3 +323,9 @@ def _work(layer: ExpertLayer) -> int:
 def _products(matrix: Matrix, tokens: int, widths: int) -> float:
     """Operations of a matrix's products: second moments, their factor, and GPTQ's updates at every width."""
     return float(matrix.cols**2 * (tokens + matrix.cols + widths * matrix.rows))
+
+
+def _refined(matrices: Sequence[Matrix], tokens: int, widths: int) -> float:
+    """Operations of `refine` at every width: activations of quantised matrices, two sums of them, and a solution."""
+    first, second = matrices[0], matrices[-1]
+    return float(widths * (tokens * first.weights + second.cols**2 * (2 * tokens + 2 * second.cols + second.rows)))

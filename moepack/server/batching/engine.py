@@ -34,6 +34,7 @@ from .packed_cache import (
     RowInput,
     SequenceCache,
     layers_with_states,
+    told_cache,
     windows_of,
 )
 from .prefix_files import PrefixFiles
@@ -151,24 +152,13 @@ class Engine:
         `prompt` is its prompt's number of tokens, which may take several passes.
         """
         if not self.is_packed:
-            return CacheSlot(self._told(prompt))
+            return CacheSlot(told_cache(self._model.config, prompt))
         if self._rows is None:
             states = partial(DynamicCache, config=self._model.config) if self._with_states else None
             self._rows = PackedKvCache(
                 self._windows, self._shape(), self._step, self.most_kept, self._table, states, self._kv, self._files
             )
         return CacheSlot(self._rows.add(wanted, keys))
-
-    def _told(self, prompt: int) -> Cache | None:
-        """Return an empty cache whose layers know the length of the prompt; None if none asks.
-
-        Layers of Unlimited-OCR keep a prompt and a window of what follows: untold, they take the first pass for it.
-        """
-        made = DynamicCache(config=self._model.config)
-        asking: list[Any] = [layer for layer in made.layers if hasattr(layer, "set_prefill_length")]
-        for layer in asking:
-            layer.set_prefill_length(prompt)
-        return made if asking else None
 
     def remove(self, slot: CacheSlot) -> None:
         """Remove a sequence and free its cache."""

@@ -672,6 +672,18 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     return out
 
 
+def told_cache(config: PreTrainedConfig, prompt: int) -> DynamicCache | None:
+    """Return an empty cache whose layers know the length of the prompt; None if none asks.
+
+    Layers of Unlimited-OCR keep a prompt and a window of what follows: untold, they take the first pass for it.
+    """
+    made = DynamicCache(config=config)
+    asking: list[Any] = [layer for layer in made.layers if hasattr(layer, "set_prefill_length")]
+    for layer in asking:
+        layer.set_prefill_length(prompt)
+    return made if asking else None
+
+
 def layers_with_states(config: PreTrainedConfig) -> frozenset[int]:
     """Return the numbers of the layers that keep a state of fixed size."""
     layers = DynamicCache(config=config).layers

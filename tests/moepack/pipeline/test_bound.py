@@ -54,7 +54,7 @@ def test_activations_in_a_file_are_not_in_memory_and_what_a_piece_takes_is_said(
     found = measured["parts"]
     assert found["disk"]["growth"] < 2 * MAPPED < found["memory"]["bytes"] < found["memory"]["growth"] + MIB
     assert found["files"]["left"] == 0, "the file has no name: nothing is left of a process that is killed"
-    for piece in (found["batch"], found["dense"]):
+    for piece in (found["batch"], found["refine"], found["dense"]):
         assert 0.5 * piece["said"] < piece["took"] < piece["said"]
 
 

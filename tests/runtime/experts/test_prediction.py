@@ -10,10 +10,11 @@ from moepack.runtime.experts.prediction import Prediction, tell_logits
 from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.step.context import Step, opened
 
-MORE = {"minimax_m2": {"num_local_experts": 8}}  # its router takes the layer's correction
+# The router of minimax_m2 takes the layer's correction; jamba has experts in every other layer.
+MORE = {"minimax_m2": {"num_local_experts": 8}, "jamba": {"num_hidden_layers": 4}}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+@pytest.mark.parametrize("family", dict.fromkeys((*FAMILIES, *MORE)))
 def test_a_routers_answer_is_its_own(family):
     """Asked about what its own layer's experts read, each router says what it did: indices and weights."""
     model, layers = random_model(family, torch.float32, **MORE.get(family, {}))

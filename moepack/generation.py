@@ -207,6 +207,8 @@ class Session:
         if cache is None or not done:
             return None, 0
         layers = getattr(cache, "layers", [None])
+        if any(hasattr(layer, "set_prefill_length") for layer in layers):
+            return None, 0  # it knows the first prompt's length, and this one is longer
         static = all(isinstance(layer, StaticLayer) for layer in layers)  # full attention's: `_static` makes no others
         if static and layers[0].max_cache_len < tokens:
             return None, 0

@@ -45,6 +45,11 @@ def sample(rows: int) -> Tensor:
     return torch.linspace(0, rows - 1, min(rows, max(LEAST_ROWS, rows // SHARE))).long()
 
 
+def sampled(matrices: Tensor) -> Tensor:
+    """The sampled rows of matrices [experts, rows, ...]."""
+    return matrices[:, sample(matrices.shape[1]).to(matrices.device)]
+
+
 def refit(
     method: str,
     weight: Tensor,
@@ -58,7 +63,7 @@ def refit(
     `weight` is float32 [experts, rows, cols]; `moments` has an entry for each expert; `matrix` is as in
     `quantise_all`.
     """
-    rows = weight[:, sample(weight.shape[1]).to(weight.device)]
+    rows = sampled(weight)
     step = at_once(weight.shape[2], len(moments))
     of = [(i, f) for i in range(len(moments)) for f in range(FOLDS)]
     found: dict[Version, list[Tensor]] = {v: [] for v in versions}

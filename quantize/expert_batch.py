@@ -17,7 +17,7 @@ from torch import Tensor
 from moepack.pack.codec.rotation import rotate
 from moepack.pack.spec import ExpertLayer, Rotation, Version, encoding_of, version_names
 
-from .crossfit import FOLDS, cluster_of, refit, row_errors, sample
+from .crossfit import FOLDS, cluster_of, refit, row_errors, sampled
 from .gptq import LANES
 from .grid import Quantised, dequantise, join
 from .losses import GROUPS, Correction, Measured, loss, measure
@@ -188,13 +188,13 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         if settings.refine and m == 1:
             versions = tuple(v for v in settings.versions if v not in reading)
             if some:
-                compared = quantise_all(settings.method, _sampled(weight), stacked, reading, settings.zeros, m)
+                compared = quantise_all(settings.method, sampled(weight), stacked, reading, settings.zeros, m)
         made[m] = quantise_all(settings.method, weight, stacked, versions, settings.zeros, m)
         del stacked
     if settings.refine:
         made[1] |= refit_down(batch, settings, {v: made[0][v] for v in reading})
     elif some:
-        compared = {v: made[1][v].map(_sampled) for v in reading}
+        compared = {v: made[1][v].map(sampled) for v in reading}
     refitted = {
         (i, v): ((fitted[0][v][k], fitted[1][v][k]), (gains[k][0], gains[k][1]))
         for k, i in enumerate(some)
@@ -208,11 +208,6 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         known = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
         found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known, compared)
         yield [ExpertVersion(e, v, pair, names[i], *found[v], i) for v, (pair, names) in chosen.items()]
-
-
-def _sampled(matrices: Tensor) -> Tensor:
-    """The rows of [experts, rows, ...] that cross-fitting fits."""
-    return matrices[:, sample(matrices.shape[1]).to(matrices.device)]
 
 
 def _rotated(batch: ExpertBatch, rotation: Rotation) -> ExpertBatch:
@@ -384,7 +379,7 @@ def _measure(
         if again is not None:
             assert reads is not None and fold is not None and group is not None
             errors, gain = again
-            rows = _sampled(shipped[0][None])[0], dequantise(compared[version].one(expert), version.at(1))[0]
+            rows = sampled(shipped[0][None])[0], dequantise(compared[version].one(expert), version.at(1))[0]
             found = [row_errors(reads[m], group, fold, original[m], rows[m], errors[m]) for m in range(2)]
             correction = Correction((found[0], found[1]), gain)
         own = measure(exact[:n], got[:n], tokens.gates, groups, tokens.learnt, correction)

@@ -23,14 +23,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from benchmarks.common import Target, arguments, finish
 from moepack.pack.errors import InputError
 from moepack.runtime.patches import quiet_libraries
 
 from . import measure, upcycle, versions
-from .make import MARK, make, texts_of, tokens_of
+from .make import MARK, make, tokens_of, written
 from .source import SourceError, cache, dense, generated, source
 from .texts import DOMAINS
 
@@ -100,8 +100,8 @@ def _versions(args: argparse.Namespace, count: int, each: int) -> None:
     recipes = args.recipe or list(versions.RECIPES)
     tokenizer = AutoTokenizer.from_pretrained(args.output)
     with tempfile.TemporaryDirectory() as work:
-        calibration = [_written(Path(work), tokenizer, domain, held=False) for domain in DOMAINS]
-        data = [_written(Path(work), tokenizer, domain, held=True) for domain in DOMAINS]
+        calibration = [written(Path(work), tokenizer, domain, held=False) for domain in DOMAINS]
+        data = [written(Path(work), tokenizer, domain, held=True) for domain in DOMAINS]
         rows = versions.compared(args.output, Path(work), tokenizer, calibration, data, recipes, count, each)
     targets = [
         Target(f"{name} {version}: of uniform's divergence at equal bits of experts", left, 0.75, "lower")
@@ -110,12 +110,6 @@ def _versions(args: argparse.Namespace, count: int, each: int) -> None:
         for version, left in versions.at_equal_bits(rows, "uniform", name).items()
     ]
     finish("versions of the upcycled model", versions.COLUMNS, rows, targets, args.json)
-
-
-def _written(folder: Path, tokenizer: PreTrainedTokenizerBase, domain: str, *, held: bool) -> str:
-    path = folder / f"{domain}-{'held' if held else 'seen'}.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts_of(tokenizer, domain, held=held)))
-    return str(path)
 
 
 if __name__ == "__main__":

@@ -133,3 +133,10 @@ def _prove_equal(model: torch.nn.Module, mixture: torch.nn.Module, ids: torch.Te
     if not equal:
         raise AssertionError("the copies do not compute what the released model does")
     print(f"before training: logits of {ids.numel()} tokens are the released model's, to the bit")
+
+
+def written(folder: Path, tokenizer: PreTrainedTokenizerBase, domain: str, *, held: bool) -> str:
+    """Write the texts of a domain into a folder, a document a line; return the file's name."""
+    path = folder / f"{domain}-{'held' if held else 'seen'}.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts_of(tokenizer, domain, held=held)))
+    return str(path)

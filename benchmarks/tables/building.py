@@ -41,7 +41,7 @@ def trellis() -> str:
     for row in results("trellis")["rows"]:
         if "KL" in row:
             left = f"{row['of ours']:.2f}" if "of ours" in row else ""
-            name = f"`{row['bits']}`" if row["who"] == "moepack" else f"trellis, {row['bits']} bits"
+            name = f"trellis, {row['version']} bits" if row["recipe"] == "trellis" else f"`{row['version']}`"
             divergence = f"{1e3 * row['KL']:.1f} ± {1e3 * row['+-']:.1f}"
             out.append([name, f"{row['bits/weight']:.2f}", divergence, left])
     return table(["gate and up, down", "bits a weight", "KL, mnat", "of ours at these bits"], out)

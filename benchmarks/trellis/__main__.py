@@ -7,21 +7,21 @@ Of the same weights and second moments, both sides quantise the experts of every
 quantised gate and up make (`refine`), and the model's divergence from itself is measured in float32 on text that
 neither saw. `of ours` is the divergence over that of moepack's versions with scales of a byte at as many bits, on the
 line between the logarithms of two of them. The trellis counts its codes and a scale of 16 bits a row; it pays neither
-for its first states nor for the rotation of inputs and outputs, both in its favour. The last rows are normal numbers by
-state bits, and one token's products on one thread: moepack's w2 and a prototype of 2-bit trellis codes for AVX2.
+for its first states nor for the rotation of inputs and outputs, both in its favour. The first rows are one
+token's products on one thread, moepack's w2 and a prototype of 2-bit trellis codes for AVX2, and normal numbers by
+state bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -32,8 +32,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks.common import EXAMPLES, Row, arguments, finish, lower_quartile, machine
 from benchmarks.decoding import Mean
 from benchmarks.peers.quality import divergence_of, log_probabilities, replaced
+from benchmarks.real.make import written
 from benchmarks.real.source import cache
 from benchmarks.real.texts import DOMAINS
+from benchmarks.real.versions import at_equal_bits
 from moepack.calibrate.text.windows import calibration_windows
 from moepack.pack.codec.rotation import rotate
 from moepack.pack.spec import BLOCKS, Matrix, Rotation, Version
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 
 ROTATED = " rotated"
 OURS = ("w1d2", "w2", "w2d3", "w3d4", "w2d3 rotated")
-COLUMNS = ("who", "bits", "bits/weight", "KL", "+-", "of ours", "normal error", "us")
+COLUMNS = ("recipe", "version", "bits/weight", "KL", "+-", "of ours", "normal error", "us")
 CODES = {"1MAD": ("trellis_product", 8, 2), "halves": ("trellis_product_halves", 16, 1)}  # function, streams, times x
 THEIRS = ((2, 2), (2, 3), (3, 3))  # bits of gate and up, of down
 Fit = Callable[[Tensor, Tensor, int], Tensor]  # weight [rows, cols], moments, 0 for gate and up or 1 for down
@@ -97,7 +99,7 @@ class Seen:
         return list(made)
 
 
-def of_model(folder: Path, learn: Tensor, held: Tensor, step: int, state_bits: int, lib: ctypes.CDLL) -> Iterator[Row]:
+def of_model(folder: Path, learn: Tensor, held: Tensor, step: int, state_bits: int, lib: ctypes.CDLL) -> list[Row]:
     """A row a scheme. `learn` and `held` are int64 [windows, length]; every `step`-th layer is quantised."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
     found = [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
@@ -110,25 +112,22 @@ def of_model(folder: Path, learn: Tensor, held: Tensor, step: int, state_bits: i
         hook.remove()
     reference = log_probabilities(model, held)
     shapes = [Matrix("", *layers[0].module.get_parameter(n).shape[1:]) for n in ("gate_up_proj", "down_proj")]
-    line: list[tuple[float, float]] = []
+    rows: list[Row] = []
     for name in OURS:
         plain = name.removesuffix(ROTATED)
         rotation = Rotation(min(max(BLOCKS), shapes[1].cols & -shapes[1].cols)) if name != plain else None
         version = Version.of(plain, Quantize().size(plain), rotation, scale_bits=8)
         bits = 8 * version.resident_size(tuple(shapes)) / sum(m.weights for m in shapes)
-        row = _row("moepack", name, bits, _divergence(model, layers, partial(_ours, version), held, reference))
-        if rotation is None:
-            line.append((bits, math.log(row["KL"])))
-        yield row
+        divergence = _divergence(model, layers, partial(_ours, version), held, reference)
+        rows.append(_row("moepack" if rotation is None else "rotated", name, bits, divergence))
     for pair in THEIRS:
         bits = sum(b * m.weights + 16 * m.rows for b, m in zip(pair, shapes, strict=True))
         bits /= sum(m.weights for m in shapes)
         by = partial(_theirs, lib, state_bits, pair)
-        row = _row("trellis", f"{pair[0]} and {pair[1]}", bits, _divergence(model, layers, by, held, reference))
-        for (less, high), (more, low) in pairwise(line):
-            if less <= bits <= more:
-                row["of ours"] = row["KL"] / math.exp(high + (low - high) * (bits - less) / (more - less))
-        yield row
+        divergence = _divergence(model, layers, by, held, reference)
+        rows.append(_row("trellis", f"{pair[0]} and {pair[1]}", bits, divergence))
+    left = at_equal_bits(rows, "moepack", "trellis")
+    return [row | {"of ours": left[row["version"]]} if row["version"] in left else row for row in rows]
 
 
 def _ours(version: Version, weight: Tensor, moments: Tensor, matrix: int) -> Tensor:
@@ -155,7 +154,7 @@ def _divergence(model: PreTrainedModel, layers: Sequence[Seen], by: Fit, held: T
 
 
 def _row(who: str, name: str, bits: float, divergence: Mean) -> Row:
-    row: Row = {"who": who, "bits": name, "bits/weight": bits, "KL": divergence.value, "+-": divergence.half}
+    row: Row = {"recipe": who, "version": name, "bits/weight": bits, "KL": divergence.value, "+-": divergence.half}
     print(row, flush=True)
     return row
 
@@ -165,7 +164,7 @@ def of_normal(lib: ctypes.CDLL) -> Iterator[Row]:
     targets = torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
     for code, bits, state_bits in product(CODES, (2, 3), (8, 10, 12, 16)):
         error = (fit(lib, targets, state_bits, bits, code) - targets).square().mean()
-        yield {"who": "trellis", "bits": f"{bits}, {state_bits} state bits, {code}", "normal error": float(error)}
+        yield {"recipe": "trellis", "version": f"{bits}, {state_bits} state bits, {code}", "normal error": float(error)}
 
 
 def products(lib: ctypes.CDLL, runs: int) -> Iterator[Row]:
@@ -183,7 +182,7 @@ def products(lib: ctypes.CDLL, runs: int) -> Iterator[Row]:
     rows = 8 * weights // cols  # more than caches hold
     codes = torch.randint(0, 1 << 16, (rows, cols // 8), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
     x = torch.randint(-127, 128, (cols,), generator=torch.Generator().manual_seed(1)).to(torch.int16)
-    yield {"who": "moepack", "bits": "w2", "us": ours["ours us"]}
+    yield {"recipe": "moepack", "version": "w2", "us": ours["ours us"]}
     for code, (call, streams, repeats) in CODES.items():
         out = torch.empty(rows, dtype=torch.int32)
         given = x.repeat_interleave(repeats)
@@ -196,7 +195,7 @@ def products(lib: ctypes.CDLL, runs: int) -> Iterator[Row]:
         if not torch.equal(out[:4].double(), decoded(codes[:4], code, streams) @ x.double()):
             raise SystemExit(f"{call} is wrong")
         theirs = 1e6 * lower_quartile(spent)
-        yield {"who": "trellis", "bits": f"2, {code}", "us": theirs, "of ours": theirs / ours["ours us"]}
+        yield {"recipe": "trellis", "version": f"2, {code}", "us": theirs, "of ours": theirs / ours["ours us"]}
 
 
 def decoded(codes: Tensor, code: str, streams: int) -> Tensor:
@@ -236,10 +235,8 @@ def _windows(args: argparse.Namespace, work: Path) -> tuple[Tensor, Tensor]:
         seen, unseen = ([str(EXAMPLES / "text" / f"{name}.jsonl")] for name in ("calibration", "evaluation"))
         counts = (8, 4)
     else:
-        from benchmarks.real.__main__ import _written
-
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        seen, unseen = ([_written(work, tokenizer, d, held=h) for d in DOMAINS] for h in (False, True))
+        seen, unseen = ([written(work, tokenizer, d, held=h) for d in DOMAINS] for h in (False, True))
         counts = (args.samples, args.windows)
     length = 128 if args.quick else 512
     learn, held = (

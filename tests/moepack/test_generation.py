@@ -212,4 +212,8 @@ def test_later_passes_of_a_prompt_know_of_the_first(family, bundle, tmp_path, mo
         session = Session(bundle, LoadOptions(device_memory=10**9))
         session.load(64, 16)
         got, _ = session._read(ids, None, 0)
-    torch.testing.assert_close(got, right, atol=5e-6, rtol=1e-4)
+        _, session._cache = session._read(ids[:24], None, 0)
+        session._cached = ids[:24]
+        turn, _ = session._read(ids, *session._reuse(ids, 64))
+    for logits in (got, turn):
+        torch.testing.assert_close(logits, right, atol=5e-6, rtol=1e-4)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..encodings.base import Stored, Version
 from ..sections import BLOCK_ROWS, Matrix, Section
+from . import trellis
 from .bits import Bf16Bits, Buffer, Codes, bf16_to_float32, from_blocks, join_planes, split_planes, to_blocks
 
 # The values of scales of a byte: three bits of exponent, five of mantissa, from 1 on.
@@ -35,7 +36,9 @@ class AffineMatrix:
 
     def grid(self, version: Version) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """The zero points, in codes, and the scales, float32 [rows, groups]."""
-        if self.zero is None:
+        if version.trellis:
+            zero = np.full(self.scale.shape, trellis.ZERO, np.float32)
+        elif self.zero is None:
             middle = 2 ** (version.bits - 1) if version.zero == "symmetric" else (2**version.bits - 1) / 2
             zero = np.full(self.scale.shape, middle, np.float32)
         else:
@@ -44,9 +47,10 @@ class AffineMatrix:
         return zero, self.scale.view(np.float16).astype(np.float32) if half else bf16_to_float32(self.scale)
 
     def dequantise(self, version: Version) -> npt.NDArray[np.float32]:
-        """The weights, float32 [rows, cols]: scale * (code - zero)."""
+        """The weights, float32 [rows, cols]: scale * (code - zero), of a trellis code its level."""
         (rows, cols), (zero, scale) = self.codes.shape, self.grid(version)
-        out = self.codes.astype(np.float32)
+        codes = trellis.levels(self.codes.astype(np.int32), version.bits) if version.trellis else self.codes
+        out = codes.astype(np.float32)
         if cols % version.group_size:
             group = np.arange(cols) // version.group_size
             out -= zero[:, group]

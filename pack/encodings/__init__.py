@@ -14,11 +14,11 @@ from . import base
 
 
 def found(paths: Iterable[str]) -> tuple[base.Version, ...]:
-    """The encodings of all modules in these folders, by falling bits on average, released first, then by module."""
+    """The encodings of all modules in these folders, by falling precision, released first, then by module."""
     names = sorted(m.name for m in pkgutil.iter_modules(paths))
     modules = [importlib.import_module(f"{__name__}.{name}") for name in names]
     every = [e for m in modules for e in getattr(m, "ENCODINGS", ())]
-    return tuple(sorted(every, key=lambda e: (-e.bits - e.by_matrix / 3, not e.released)))
+    return tuple(sorted(every, key=lambda e: (-e.precision, not e.released)))
 
 
 base.KNOWN = found(__path__)

@@ -43,8 +43,8 @@ class Blocks(Version):
 
 
 @dataclass(frozen=True, eq=False)
-class Affine(Blocks):
-    """An affine version (FORMAT.md, "Affine extents")."""
+class Planes(Blocks):
+    """A version of codes in planes, with scales by group."""
 
     def parts(self, matrix: Matrix) -> Iterator[Part]:
         """Planes, scales (of a byte: with an outer one a block), stored zero points, and the bias if there is one."""
@@ -59,6 +59,11 @@ class Affine(Blocks):
             yield "zero", (blocks, by_group, BLOCK_ROWS), 1
         if matrix.bias:
             yield "bias", (matrix.rows,), 2
+
+
+@dataclass(frozen=True, eq=False)
+class Affine(Planes):
+    """An affine version (FORMAT.md, "Affine extents")."""
 
 
 def affine(name: str, bits: int, planes: tuple[int, ...], zero: str = "stored") -> Affine:

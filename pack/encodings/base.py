@@ -64,6 +64,7 @@ class Version(ABC):
     # Whether the stored size depends on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
     by_matrix: ClassVar[bool] = False  # whether an expert's matrices differ in bits (`at`); no dense matrix has it
+    trellis: ClassVar[bool] = False  # whether a weight depends on the codes before it in its row
     plain: ClassVar[bool] = False  # whether memory holds BF16 matrices (section "weight") that torch can use
     matrix_boundary: ClassVar[int] = SECTION  # alignment of a matrix's begin in memory
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
@@ -122,6 +123,11 @@ class Version(ABC):
     def stores_zeros(self) -> bool:
         """Whether groups have zero points of their own."""
         return self.zero == "stored"
+
+    @property
+    def precision(self) -> float:
+        """What orders versions: bits of a code on average; a trellis' are worth 0.4 more (docs/design/quantiser.md)."""
+        return self.bits + self.by_matrix / 3 + 0.4 * self.trellis
 
     def at(self, matrix: int) -> Version:
         """The version of one matrix of an expert, by its index: this one, unless matrices differ in bits."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from moepack.pack.codec import trellis
 from moepack.pack.sections import BLOCK_ROWS
 from moepack.pack.spec import Matrix, Section, Version
 
@@ -70,14 +71,17 @@ def dequantise(extent: Tensor, sections: Sections, matrix: Matrix, version: Vers
     scale = _scale(section(extent, sections["scale"]), version)
     outer = section(extent, sections["outer"]) if "outer" in sections else None
     size = version.group_size or matrix.cols
-    if version.zero == "none":
+    if version.zero == "none" and not version.trellis:
         values = _floats(codes, version.bits).mul_(scale.repeat_interleave(size, dim=1)[:, : matrix.cols])
         if outer is not None:
             values.mul_(outer)
         return values[: matrix.rows].to(dtype)
     if outer is not None:
         scale = scale * outer  # a power of two
-    if version.stores_zeros:
+    if version.trellis:
+        codes = trellis.levels(codes.int(), version.bits)
+        zero = torch.full_like(scale, trellis.ZERO)
+    elif version.stores_zeros:
         zero = section(extent, sections["zero"]).float() * 2.0 ** (version.bits - 8)
     else:
         middle = 2 ** (version.bits - 1) if version.zero == "symmetric" else (2**version.bits - 1) / 2

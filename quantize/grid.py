@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moepack.pack.codec import trellis
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.bits import Bf16Bits
 from moepack.pack.spec import BLOCK_ROWS, Version
@@ -150,8 +151,13 @@ def dequantise(q: Quantised, version: Version) -> Tensor:
     """The values of a batch, float32 [experts, rows, cols], exact."""
     out = torch.empty(q.codes.shape, dtype=torch.float32, device=q.codes.device)
     for at in _parts(out):
-        values = grouped(q.codes[at].float(), version.group_size)
-        zero = zero_values(q.scale[at], None if q.zero is None else q.zero[at], version.bits)
+        if version.trellis:
+            codes = trellis.levels(q.codes[at].int(), version.bits)
+            zero = torch.full_like(q.scale[at], trellis.ZERO, dtype=torch.float32)
+        else:
+            codes = q.codes[at]
+            zero = zero_values(q.scale[at], None if q.zero is None else q.zero[at], version.bits)
+        values = grouped(codes.float(), version.group_size)
         values.sub_(zero[..., None]).mul_(q.scale[at].float()[..., None])
         out[at] = values.flatten(-2)[..., : out.shape[-1]]
     return out

@@ -89,6 +89,7 @@ METHODS: tuple[Method, ...] = (
         fallbacks=_FALLBACKS,
         library=Library("gptqmodel", "7.7", extra="gptqmodel"),
     ),
+    Method("trellis", in_file("trellis"), needs_moments=True, named=False, takes_zeros=True),  # trellis versions of all
 )
 
 
@@ -120,12 +121,16 @@ def libraries() -> tuple[Library, ...]:
 
 def method_for(name: str, version: Version) -> Method:
     """The method that makes a version if a recipe names `name`."""
+    if version.trellis:
+        return get("trellis")
     entry = get(name)
     return get(entry.one_bit) if version.zero == "midpoint" and entry.one_bit is not None else entry
 
 
 def fallbacks(name: str, version: Version) -> tuple[Method, ...]:
     """The methods that may replace a method for starved experts at a version."""
+    if version.trellis:
+        return ()
     return tuple(m for m in map(get, get(name).fallbacks) if version.bits >= m.least_bits)
 
 
@@ -148,7 +153,7 @@ def check_libraries(name: str, versions: Iterable[Version]) -> None:
 def quantise_all(
     name: str, weight: Tensor, moments: Tensor | None, versions: Sequence[Version], zeros: str = FREE, matrix: int = 0
 ) -> dict[Version, Quantised]:
-    """Quantise a batch of matrices, float32 [experts, rows, cols], at several affine versions, in their order.
+    """Quantise a batch of matrices, float32 [experts, rows, cols], at several versions, in their order.
 
     `matrix` is their index in an expert, which says which bits of a mixed version they get.
     `moments` are the inputs' mean second moments, float32 [experts, cols, cols], or None if the method needs none.
@@ -175,7 +180,7 @@ def quantise_all(
     if any(v.scale_bits == 8 for v in versions):
         from .grid import raised
 
-        made = {v: raised(weight, q, v) if v.scale_bits == 8 else q for v, q in made.items()}
+        made = {v: raised(weight, q, v) if v.scale_bits == 8 and not v.trellis else q for v, q in made.items()}
     return {v: made[own[v]] for v in versions}
 
 

@@ -64,7 +64,9 @@ class Version(ABC):
     # Whether the stored size depends on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
     by_matrix: ClassVar[bool] = False  # whether an expert's matrices differ in bits (`at`); no dense matrix has it
-    trellis: ClassVar[bool] = False  # whether a weight depends on the codes before it in its row
+    trellis: ClassVar[bool] = (
+        False  # whether a weight depends on the codes before it; no dense matrix has such a version
+    )
     plain: ClassVar[bool] = False  # whether memory holds BF16 matrices (section "weight") that torch can use
     matrix_boundary: ClassVar[int] = SECTION  # alignment of a matrix's begin in memory
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory
@@ -220,7 +222,7 @@ def codec(name: str) -> ModuleType:
 
 def version_names(dense: bool = False) -> tuple[str, ...]:
     """The versions' names, from the most to the least precise. With `dense`, those that a dense matrix may have."""
-    return tuple(e.name for e in KNOWN if not (dense and e.by_matrix))
+    return tuple(e.name for e in KNOWN if not (dense and (e.by_matrix or e.trellis)))
 
 
 def encoding_of(name: str) -> Version:

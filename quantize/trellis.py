@@ -21,7 +21,7 @@ from moepack.pack.spec import Version
 
 from .factor import Factored, factor
 from .grid import Quantised, fix_scale, join
-from .trellis_search import search
+from .trellis_search import Columns, search
 
 BLOCK = 16  # columns that get their codes together
 AHEAD = 16  # columns after them that are searched with them
@@ -116,8 +116,10 @@ class _Work:
                 last = min(end + AHEAD, cols)
                 here = slice(start - whole.start, last - whole.start)
                 inside = target[:, here] + self._error[:, whole.start : start] @ feed[whole.start : start, start:last]
-                levels = inside / scales[:, here] + trellis.ZERO
-                codes, state = search(self._version.bits, levels, cost[start:last], state, end - start)
+                own = self._exact[:, start:last]
+                fed = feed[start:last, start:last]
+                columns = Columns(inside, own, scales[:, here], cost[start:last], fed, end - start)
+                codes, state = search(self._version.bits, columns, state)
                 self._codes[:, start:end] = codes
                 self._error[:, start:end] = self._exact[:, start:end] - self._values(start, end)
 

@@ -1,9 +1,10 @@
-/* The search for trellis codes (FORMAT.md, "Trellis extents"): for each row a sequence of codes with little weighted error.
+/* The search for trellis codes (FORMAT.md, "Trellis extents"): for each row a sequence of codes with little error.
  *
  * A survivor is a sequence of codes up to a column. Of all sequences whose last bits are the same (KEPT of them) the one with
- * the least error survives, with its state: reduced-state sequence estimation (Duel-Hallen and Heegard, 1989), which is
- * Viterbi's algorithm where states have more bits than are told apart. Survivor number n ends in the bits of n, the last code
- * in the lowest ones. Arithmetic has one order and no fused products, so every instruction set chooses the same codes. */
+ * the least error survives, with its state and with its own targets for the columns to come, which its errors move: reduced-
+ * state sequence estimation with a processing of its own for each survivor (Raheli, Polydoros and Tzou, 1995). Survivor
+ * number n ends in the bits of n, the last code in the lowest ones. Arithmetic has one order and no fused products, so every
+ * instruction set chooses the same codes. */
 #include <stdint.h>
 #include <string.h>
 
@@ -11,30 +12,36 @@
 
 const char *moepack_search_sources = MOEPACK_SOURCES; /* the digest of the file that this library is made of */
 
-enum { FACTOR = 26059, KEPT2 = 8, KEPT3 = 8, MOST = 1 << 8, LONGEST = 64 };
+enum { FACTOR = 26059, ZERO = 217, KEPT = 8, ALL = 1 << KEPT, LONGEST = 32 };
 
 typedef struct {
     int64_t cols, taken, bits; /* columns of targets, at most LONGEST, and how many of them get their codes */
-    const float *targets; /* [rows, cols], in levels */
-    const float *weight;  /* [cols], of squared errors */
-    int32_t *state;       /* [rows]: low bits of the last eight codes as in a state; from bit 16 on their third bits */
-    uint8_t *codes;       /* [rows, taken] */
+    const float *targets;      /* [rows, cols]: weights, and what the errors before add to them */
+    const float *weights;      /* [rows, cols] */
+    const float *scale;        /* [rows, cols], of a level */
+    const float *inverse;      /* [rows, cols], 1 over the scale */
+    const float *cost;         /* [cols], of squared distances to targets */
+    const float *feed;         /* [cols, LONGEST]: what an error in one column adds to the targets of later ones */
+    int32_t *state;            /* [rows]: low bits of the last eight codes as in a state; from bit 16 on their third bits */
+    uint8_t *codes;            /* [rows, taken] */
 } Search;
 
 typedef struct {
-    _Alignas(64) float cost[MOST];
-    _Alignas(64) uint16_t low[MOST], high[MOST];
+    _Alignas(64) float cost[ALL], x[ALL]; /* x: the next column's target in levels */
+    _Alignas(64) uint16_t low[ALL], high[ALL];
+    _Alignas(64) float wrong[ALL]; /* target less level in the column before */
 } Survivors;
+
+typedef float Targets[ALL][LONGEST];
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* One column: for each last code and each prefix p the best of the survivors before, which differ in their first
- * bits. */
-static void advance_plain(const int bits, const int kept, float x, float weight, const Survivors *from, Survivors *to) {
-    const int ways = 1 << bits, prefixes = 1 << (kept - bits);
+/* One column: for each last code and each prefix p the best of the survivors before, which differ in their first bits. */
+static void advance_plain(const int bits, float weight, const Survivors *from, Survivors *to) {
+    const int ways = 1 << bits, prefixes = ALL >> bits;
     for (int s = 0; s < ways; s++)
         for (int p = 0; p < prefixes; p++) {
-            float least = 3e38f;
+            float least = 3e38f, wrong = 0.0f;
             int low = 0, high = 0;
             for (int t = 0; t < ways; t++) {
                 const int i = t * prefixes + p;
@@ -42,16 +49,36 @@ static void advance_plain(const int bits, const int kept, float x, float weight,
                 const int product = (new_low ^ new_high) * FACTOR;
                 const int even = ((product & 0xFF) + (product >> 16 & 0xFF) + 1) >> 1;
                 const int odd = ((product >> 8 & 0xFF) + (product >> 24 & 0xFF) + 1) >> 1;
-                const float distance = x - (float)(even + odd);
+                const float distance = from->x[i] - (float)(even + odd);
                 const float square = distance * distance;
                 const float added = square * weight;
                 const float cost = from->cost[i] + added;
-                if (cost < least) least = cost, low = new_low, high = new_high;
+                if (cost < least) least = cost, wrong = distance, low = new_low, high = new_high;
             }
             to->cost[p * ways + s] = least;
+            to->wrong[p * ways + s] = wrong;
             to->low[p * ways + s] = (uint16_t)low;
             to->high[p * ways + s] = (uint16_t)high;
         }
+}
+
+/* A weight less its value, of what its target is more than its level. */
+INLINE float error_of(float wrong, float scale, float target, float weight) {
+    const float more = wrong * scale;
+    const float fed = target - weight;
+    return more - fed;
+}
+
+/* Moves the targets of columns [first, last) of all survivors by their errors in the column before. */
+static void move_plain(const int *source, const Survivors *to, float scale, float weight, const float *feed, int first, int last,
+                       Targets *old, Targets *new) {
+    for (int n = 0; n < ALL; n++) {
+        const float error = error_of(to->wrong[n], scale, (*old)[source[n]][first - 1], weight);
+        for (int c = first; c < last; c++) {
+            const float moved = error * feed[c];
+            (*new)[n][c] = (*old)[source[n]][c] + moved;
+        }
+    }
 }
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -103,14 +130,17 @@ AVX2 INLINE void interleave32(const int ways, const __m256 *from, float *to) {
         }
 }
 
+/* Of 16 floats the numbers 0-3 | 8-11, and 4-7 | 12-15. */
+#define LOW8(at) _mm256_permute2f128_ps(_mm256_load_ps(at), _mm256_load_ps((at) + 8), 0x20)
+#define HIGH8(at) _mm256_permute2f128_ps(_mm256_load_ps(at), _mm256_load_ps((at) + 8), 0x31)
+
 /* As advance_plain, 16 prefixes at a time. */
-AVX2 INLINE void advance_avx2(const int bits, const int kept, float given, float weight, const Survivors *from,
-                              Survivors *to) {
-    const int ways = 1 << bits, prefixes = 1 << (kept - bits);
+AVX2 INLINE void advance_avx2(const int bits, float weight, const Survivors *from, Survivors *to) {
+    const int ways = 1 << bits, prefixes = ALL >> bits;
     const __m256i factor = _mm256_set1_epi16(FACTOR), ones = _mm256_set1_epi8(1), none = _mm256_setzero_si256();
-    const __m256 x = _mm256_set1_ps(given), by = _mm256_set1_ps(weight);
+    const __m256 by = _mm256_set1_ps(weight);
     for (int p = 0; p < prefixes; p += 16) {
-        __m256 cost[16];
+        __m256 cost[16], wrong[16];
         __m256i low[8], high[8];
         for (int s = 0; s < ways; s++) {
             const __m256i new_low = _mm256_set1_epi16((short)((s & 3) << 14)), new_high = _mm256_set1_epi16((short)((s >> 2) << 7));
@@ -125,19 +155,20 @@ AVX2 INLINE void advance_avx2(const int bits, const int kept, float given, float
                 }
                 const __m256i bytes = _mm256_avg_epu8(_mm256_mullo_epi16(state, factor), _mm256_mulhi_epu16(state, factor));
                 const __m256i level = _mm256_maddubs_epi16(bytes, ones);
-                const __m256 first = _mm256_sub_ps(x, _mm256_cvtepi32_ps(_mm256_unpacklo_epi16(level, none)));
-                const __m256 second = _mm256_sub_ps(x, _mm256_cvtepi32_ps(_mm256_unpackhi_epi16(level, none)));
-                const __m256 left = _mm256_load_ps(from->cost + i), right = _mm256_load_ps(from->cost + i + 8);
-                const __m256 old_first = _mm256_permute2f128_ps(left, right, 0x20), old_second = _mm256_permute2f128_ps(left, right, 0x31);
+                const __m256 first = _mm256_sub_ps(LOW8(from->x + i), _mm256_cvtepi32_ps(_mm256_unpacklo_epi16(level, none)));
+                const __m256 second = _mm256_sub_ps(HIGH8(from->x + i), _mm256_cvtepi32_ps(_mm256_unpackhi_epi16(level, none)));
+                const __m256 old_first = LOW8(from->cost + i), old_second = HIGH8(from->cost + i);
                 const __m256 new_first = _mm256_add_ps(old_first, _mm256_mul_ps(_mm256_mul_ps(first, first), by));
                 const __m256 new_second = _mm256_add_ps(old_second, _mm256_mul_ps(_mm256_mul_ps(second, second), by));
                 if (t == 0) {
-                    cost[s] = new_first, cost[ways + s] = new_second, low[s] = own_low, high[s] = own_high;
+                    cost[s] = new_first, cost[ways + s] = new_second, wrong[s] = first, wrong[ways + s] = second, low[s] = own_low, high[s] = own_high;
                     continue;
                 }
-                const __m256i less_first = _mm256_castps_si256(_mm256_cmp_ps(new_first, cost[s], _CMP_LT_OQ));
-                const __m256i less_second = _mm256_castps_si256(_mm256_cmp_ps(new_second, cost[ways + s], _CMP_LT_OQ));
-                const __m256i less = _mm256_packs_epi32(less_first, less_second);
+                const __m256 less_first = _mm256_cmp_ps(new_first, cost[s], _CMP_LT_OQ);
+                const __m256 less_second = _mm256_cmp_ps(new_second, cost[ways + s], _CMP_LT_OQ);
+                const __m256i less = _mm256_packs_epi32(_mm256_castps_si256(less_first), _mm256_castps_si256(less_second));
+                wrong[s] = _mm256_blendv_ps(wrong[s], first, less_first);
+                wrong[ways + s] = _mm256_blendv_ps(wrong[ways + s], second, less_second);
                 cost[s] = _mm256_min_ps(new_first, cost[s]);
                 cost[ways + s] = _mm256_min_ps(new_second, cost[ways + s]);
                 low[s] = _mm256_blendv_epi8(low[s], own_low, less);
@@ -145,55 +176,89 @@ AVX2 INLINE void advance_avx2(const int bits, const int kept, float given, float
             }
         }
         interleave32(ways, cost, to->cost + p * ways);
+        interleave32(ways, wrong, to->wrong + p * ways);
         interleave16(ways, low, to->low + p * ways);
         if (bits == 3) interleave16(ways, high, to->high + p * ways);
     }
 }
+
+AVX2 INLINE void move_avx2(const int *source, const Survivors *to, float scale, float weight, const float *feed, int first,
+                           int last, Targets *old, Targets *new) {
+    for (int n = 0; n < ALL; n++) {
+        const __m256 error = _mm256_set1_ps(error_of(to->wrong[n], scale, (*old)[source[n]][first - 1], weight));
+        for (int c = first & ~7; c < last; c += 8) {
+            const __m256 moved = _mm256_mul_ps(error, _mm256_loadu_ps(feed + c));
+            _mm256_store_ps((*new)[n] + c, _mm256_add_ps(_mm256_load_ps((*old)[source[n]] + c), moved));
+        }
+    }
+}
 #endif
 
-typedef void Advance(int, int, float, float, const Survivors *, Survivors *);
+typedef void Advance(int, float, const Survivors *, Survivors *);
+typedef void Move(const int *, const Survivors *, float, float, const float *, int, int, Targets *, Targets *);
 
-INLINE void search(const int bits, const int kept, Advance *advance, const Search *m, int64_t first, int64_t last) {
-    const int all = 1 << kept, mask = (1 << bits) - 1;
+/* The codes before and at a survivor's column, the last one in the lowest bits: of the last eight, those of KEPT + `bits` bits. */
+INLINE int last_codes(const int bits, int low, int high) {
+    int codes = 0;
+    for (int i = (KEPT + bits - 1) / bits; i >= 0; i--)
+        codes = codes << bits | (low >> (14 - 2 * i) & 3) | (bits == 3 ? (high >> (7 - i) & 1) << 2 : 0);
+    return codes;
+}
+
+INLINE void search(const int bits, Advance *advance, Move *move, const Search *m, int64_t row) {
+    const int cols = (int)m->cols;
+    const float *targets = m->targets + row * cols, *scale = m->scale + row * cols, *inverse = m->inverse + row * cols;
+    const float *weights = m->weights + row * cols;
+    const int low = m->state[row] & 0xFFFF, high = m->state[row] >> 16;
     Survivors made[LONGEST + 1];
-    for (int64_t row = first; row < last; row++) {
-        const int low = m->state[row] & 0xFFFF, high = m->state[row] >> 16;
-        int begin = 0; /* the codes before, the last one in the lowest bits */
-        for (int i = 7; i >= 0; i--) begin = begin << bits | (low >> (14 - 2 * i) & 3) | (bits == 3 ? (high >> (7 - i) & 1) << 2 : 0);
-        for (int i = 0; i < all; i++) made[0].cost[i] = 1e30f, made[0].low[i] = (uint16_t)low, made[0].high[i] = (uint16_t)high;
-        made[0].cost[begin & (all - 1)] = 0.0f;
-        for (int64_t c = 0; c < m->cols; c++) {
-            advance(bits, kept, m->targets[row * m->cols + c], m->weight[c], &made[c], &made[c + 1]);
+    _Alignas(64) Targets own[2];
+    int source[ALL];
+    for (int n = 0; n < ALL; n++) {
+        made[0].cost[n] = 1e30f, made[0].low[n] = (uint16_t)low, made[0].high[n] = (uint16_t)high;
+        memcpy(own[0][n], targets, sizeof(float) * (size_t)cols);
+        const float levels = targets[0] * inverse[0];
+        made[0].x[n] = levels + (float)ZERO;
+    }
+    made[0].cost[last_codes(bits, low, high) & (ALL - 1)] = 0.0f;
+    for (int c = 0; c < cols; c++) {
+        Survivors *to = &made[c + 1];
+        const float square = scale[c] * scale[c];
+        advance(bits, m->cost[c] * square, &made[c], to);
+        if (c + 1 == cols) break;
+        for (int n = 0; n < ALL; n++) source[n] = last_codes(bits, to->low[n], to->high[n]) >> bits & (ALL - 1);
+        Targets *old = &own[c % 2], *new = &own[1 - c % 2];
+        move(source, to, scale[c], weights[c], m->feed + c * LONGEST, c + 1, cols, old, new);
+        for (int n = 0; n < ALL; n++) {
+            const float levels = (*new)[n][c + 1] * inverse[c + 1];
+            to->x[n] = levels + (float)ZERO;
         }
-        int at = 0;
-        const Survivors *end = &made[m->cols];
-        for (int i = 1; i < all; i++)
-            if (end->cost[i] < end->cost[at]) at = i;
-        for (int64_t c = m->cols - 1; c >= 0; c--) {
-            const Survivors *here = &made[c + 1];
-            if (c == m->taken - 1) m->state[row] = here->low[at] | (bits == 3 ? here->high[at] << 16 : 0);
-            if (c < m->taken) m->codes[row * m->taken + c] = (uint8_t)(at & mask);
-            int codes = 0; /* of the last eight, those that tell survivors before apart */
-            for (int i = (kept + bits - 1) / bits; i >= 0; i--)
-                codes = codes << bits | (here->low[at] >> (14 - 2 * i) & 3) | (bits == 3 ? (here->high[at] >> (7 - i) & 1) << 2 : 0);
-            at = codes >> bits & (all - 1);
-        }
+    }
+    int at = 0;
+    for (int n = 1; n < ALL; n++)
+        if (made[cols].cost[n] < made[cols].cost[at]) at = n;
+    for (int c = cols - 1; c >= 0; c--) {
+        const Survivors *here = &made[c + 1];
+        if (c == m->taken - 1) m->state[row] = here->low[at] | (bits == 3 ? here->high[at] << 16 : 0);
+        if (c < m->taken) m->codes[row * m->taken + c] = (uint8_t)(at & ((1 << bits) - 1));
+        at = last_codes(bits, here->low[at], here->high[at]) >> bits & (ALL - 1);
     }
 }
 
 static void search_plain(const Search *m, int64_t first, int64_t last) {
-    if (m->bits == 2)
-        search(2, KEPT2, advance_plain, m, first, last);
-    else
-        search(3, KEPT3, advance_plain, m, first, last);
+    for (int64_t row = first; row < last; row++)
+        if (m->bits == 2)
+            search(2, advance_plain, move_plain, m, row);
+        else
+            search(3, advance_plain, move_plain, m, row);
 }
 
 #ifdef AVX2
 AVX2 static void search_avx2(const Search *m, int64_t first, int64_t last) {
-    if (m->bits == 2)
-        search(2, KEPT2, advance_avx2, m, first, last);
-    else
-        search(3, KEPT3, advance_avx2, m, first, last);
+    for (int64_t row = first; row < last; row++)
+        if (m->bits == 2)
+            search(2, advance_avx2, move_avx2, m, row);
+        else
+            search(3, advance_avx2, move_avx2, m, row);
 }
 #endif
 

@@ -23,7 +23,7 @@ from .factor import Factored, factor
 from .grid import Quantised, fix_scale, join
 from .trellis_search import Columns, search
 
-BLOCK = 16  # columns that get their codes together
+BLOCK = 48  # columns that get their codes together
 AHEAD = 16  # columns after them that are searched with them
 # Error of normal numbers over their variance, by bits; magnitudes beyond EDGE deviations of the levels add what they
 # exceed it by. A group's scale is the one of SHARES, in deviations of its weights over the levels', with the least

@@ -12,7 +12,7 @@
 
 const char *moepack_search_sources = MOEPACK_SOURCES; /* the digest of the file that this library is made of */
 
-enum { FACTOR = 26059, ZERO = 217, KEPT = 8, ALL = 1 << KEPT, LONGEST = 32 };
+enum { FACTOR = 26059, ZERO = 217, KEPT = 8, ALL = 1 << KEPT, LONGEST = 64 };
 
 typedef struct {
     int64_t cols, taken, bits; /* columns of targets, at most LONGEST, and how many of them get their codes */
@@ -69,15 +69,31 @@ INLINE float error_of(float wrong, float scale, float target, float weight) {
     return more - fed;
 }
 
-/* Moves the targets of columns [first, last) of all survivors by their errors in the column before. */
-static void move_plain(const int *source, const Survivors *to, float scale, float weight, const float *feed, int first, int last,
-                       Targets *old, Targets *new) {
+/* The number of the survivor before from which survivor n comes. */
+INLINE int source_of(const int bits, const Survivors *of, int n) {
+    const int low = of->low[n], high = of->high[n];
+    const int first = bits == 2 ? low >> 6 & 3 : (high >> 5 & 1) | (low >> 8 & 3) << 1; /* bits KEPT to KEPT + bits - 1 of its codes */
+    return first << (KEPT - bits) | n >> bits;
+}
+
+/* One step of a search behind a column's codes. */
+typedef struct {
+    const float *feed;               /* by later column */
+    float scale, weight, inverse;    /* of the column, and of the next one the inverse scale */
+    int next, cols;
+} Step;
+
+/* Moves the targets of columns [next, cols) of all survivors by their errors in the column before. */
+static void move_plain(const int bits, const Step *m, Survivors *to, Targets *old, Targets *new) {
     for (int n = 0; n < ALL; n++) {
-        const float error = error_of(to->wrong[n], scale, (*old)[source[n]][first - 1], weight);
-        for (int c = first; c < last; c++) {
-            const float moved = error * feed[c];
-            (*new)[n][c] = (*old)[source[n]][c] + moved;
+        const float *before = (*old)[source_of(bits, to, n)];
+        const float error = error_of(to->wrong[n], m->scale, before[m->next - 1], m->weight);
+        for (int c = m->next; c < m->cols; c++) {
+            const float moved = error * m->feed[c];
+            (*new)[n][c] = before[c] + moved;
         }
+        const float levels = (*new)[n][m->next] * m->inverse;
+        to->x[n] = levels + (float)ZERO;
     }
 }
 
@@ -182,20 +198,25 @@ AVX2 INLINE void advance_avx2(const int bits, float weight, const Survivors *fro
     }
 }
 
-AVX2 INLINE void move_avx2(const int *source, const Survivors *to, float scale, float weight, const float *feed, int first,
-                           int last, Targets *old, Targets *new) {
+AVX2 INLINE void move_avx2(const int bits, const Step *m, Survivors *to, Targets *old, Targets *new) {
+    const int first = m->next & ~7;
+    __m256 feed[LONGEST / 8];
+    for (int c = first; c < m->cols; c += 8) feed[c / 8] = _mm256_loadu_ps(m->feed + c);
     for (int n = 0; n < ALL; n++) {
-        const __m256 error = _mm256_set1_ps(error_of(to->wrong[n], scale, (*old)[source[n]][first - 1], weight));
-        for (int c = first & ~7; c < last; c += 8) {
-            const __m256 moved = _mm256_mul_ps(error, _mm256_loadu_ps(feed + c));
-            _mm256_store_ps((*new)[n] + c, _mm256_add_ps(_mm256_load_ps((*old)[source[n]] + c), moved));
-        }
+        const float *before = (*old)[source_of(bits, to, n)];
+        const float fed = before[m->next - 1] - m->weight;
+        const float more = to->wrong[n] * m->scale;
+        const __m256 error = _mm256_set1_ps(more - fed);
+        for (int c = first; c < m->cols; c += 8)
+            _mm256_store_ps((*new)[n] + c, _mm256_add_ps(_mm256_load_ps(before + c), _mm256_mul_ps(error, feed[c / 8])));
+        const float levels = (before[m->next] + _mm256_cvtss_f32(error) * m->feed[m->next]) * m->inverse;
+        to->x[n] = levels + (float)ZERO;
     }
 }
 #endif
 
 typedef void Advance(int, float, const Survivors *, Survivors *);
-typedef void Move(const int *, const Survivors *, float, float, const float *, int, int, Targets *, Targets *);
+typedef void Move(int, const Step *, Survivors *, Targets *, Targets *);
 
 /* The codes before and at a survivor's column, the last one in the lowest bits: of the last eight, those of KEPT + `bits` bits. */
 INLINE int last_codes(const int bits, int low, int high) {
@@ -212,7 +233,6 @@ INLINE void search(const int bits, Advance *advance, Move *move, const Search *m
     const int low = m->state[row] & 0xFFFF, high = m->state[row] >> 16;
     Survivors made[LONGEST + 1];
     _Alignas(64) Targets own[2];
-    int source[ALL];
     for (int n = 0; n < ALL; n++) {
         made[0].cost[n] = 1e30f, made[0].low[n] = (uint16_t)low, made[0].high[n] = (uint16_t)high;
         memcpy(own[0][n], targets, sizeof(float) * (size_t)cols);
@@ -225,13 +245,8 @@ INLINE void search(const int bits, Advance *advance, Move *move, const Search *m
         const float square = scale[c] * scale[c];
         advance(bits, m->cost[c] * square, &made[c], to);
         if (c + 1 == cols) break;
-        for (int n = 0; n < ALL; n++) source[n] = last_codes(bits, to->low[n], to->high[n]) >> bits & (ALL - 1);
-        Targets *old = &own[c % 2], *new = &own[1 - c % 2];
-        move(source, to, scale[c], weights[c], m->feed + c * LONGEST, c + 1, cols, old, new);
-        for (int n = 0; n < ALL; n++) {
-            const float levels = (*new)[n][c + 1] * inverse[c + 1];
-            to->x[n] = levels + (float)ZERO;
-        }
+        const Step step = {m->feed + c * LONGEST, scale[c], weights[c], inverse[c + 1], c + 1, cols};
+        move(bits, &step, to, &own[c % 2], &own[1 - c % 2]);
     }
     int at = 0;
     for (int n = 1; n < ALL; n++)
@@ -240,7 +255,7 @@ INLINE void search(const int bits, Advance *advance, Move *move, const Search *m
         const Survivors *here = &made[c + 1];
         if (c == m->taken - 1) m->state[row] = here->low[at] | (bits == 3 ? here->high[at] << 16 : 0);
         if (c < m->taken) m->codes[row * m->taken + c] = (uint8_t)(at & ((1 << bits) - 1));
-        at = last_codes(bits, here->low[at], here->high[at]) >> bits & (ALL - 1);
+        at = source_of(bits, here, at);
     }
 }
 

@@ -83,7 +83,8 @@ class _Work:
         """
         rows = len(self._scale)
         most = torch.nn.functional.pad(self._scale.amax(1), (0, -rows % BLOCK_ROWS)).unflatten(0, (-1, BLOCK_ROWS))
-        return (most.amax(1) * 2.0**-6).repeat_interleave(BLOCK_ROWS)[:rows, None]
+        least: Tensor = (most.amax(1) * 2.0**-6).repeat_interleave(BLOCK_ROWS)[:rows, None]
+        return least
 
     def _fitted(self, block: Tensor, at: slice) -> Tensor:
         """The scale of each row of a group's targets, float32 [rows, columns]: as stored, float32 [rows]."""
@@ -127,10 +128,9 @@ class _Work:
         """The values of columns [start, end), float32."""
         before = max(0, start - 7)
         part = self._codes[:, before:end].int()
-        levels = trellis.levels(part, self._version.bits)[:, start - before :]
+        levels: Tensor = trellis.levels(part, self._version.bits)[:, start - before :]
         group = torch.arange(start, end, device=part.device) // self._version.group_size
-        values: Tensor = (levels - trellis.ZERO) * self._scale[:, group]
-        return values
+        return (levels - trellis.ZERO) * self._scale[:, group]
 
     def result(self) -> Quantised:
         """The matrix as a batch of one."""

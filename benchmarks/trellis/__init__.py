@@ -1,1 +1,0 @@
-"""Trellis codes beside moepack's versions; see `python -m benchmarks.trellis --help`."""

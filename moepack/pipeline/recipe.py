@@ -190,7 +190,8 @@ def parse_recipe(text: str, where: str) -> Recipe:
         raise InputError(f"{where}: versions: name each version once, and at least one")
     dense = _names(f"{where}: dense", top.get("dense", []), version_names())
     if mixed := set(dense) - {*version_names(dense=True)}:
-        raise InputError(f"{where}: dense: {min(mixed)} is for experts alone: it gives their down more bits")
+        why = "it gives their down more bits" if encoding_of(min(mixed)).by_matrix else "its codes are a trellis"
+        raise InputError(f"{where}: dense: {min(mixed)} is for experts alone: {why}")
     at = f"{where}: quantize"
     rules: dict[str, int | Sequence[object]] = {"method": methods.named(), "loss_tokens": 1, "zeros": methods.ZEROS}
     rules |= {"rotate": (0, *BLOCKS), "scale_bits": SCALE_BITS}

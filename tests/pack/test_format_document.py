@@ -47,20 +47,22 @@ def agree(path, versions, dtype="BF16"):
             assert np.array_equal(a.astype(np.float64), np.array(b))
 
 
-@pytest.mark.parametrize("name", ["w4d5", "w3d4", "w2d3", "w1d2"])
+@pytest.mark.parametrize("name", ["w4d5", "w3d4", "w2d3", "w1d2", "t2d3"])
 def test_down_has_a_bit_more(name, tmp_path):
     """Every code of `down` has its own bits, and its own midpoint."""
     agree(tmp_path / "b", tuple(Version.of(v, 128) for v in ("bf16", "w8", name)))
 
 
 @pytest.mark.parametrize(("scale_bits", "symmetric"), [(8, False), (16, True), (8, True)])
-@pytest.mark.parametrize("names", [("w8", "w3"), ("w2d3", "w1")])
+@pytest.mark.parametrize("names", [("w8", "w3"), ("w2d3", "w1"), ("t3", "t2")])
 def test_fields_of_a_version(names, scale_bits, symmetric, tmp_path):
     """Scales of a byte, and symmetric codes."""
     fields = {"scale_bits": scale_bits, "symmetric": symmetric}
     agree(tmp_path / "b", (Version.of("bf16"), *(Version.of(name, 128, **fields) for name in names)))
     record = reader.read_manifest(tmp_path / "b")["versions"][1]
-    assert record.get("scale_bits", 16) == scale_bits and record["zero"] == ("symmetric" if symmetric else "stored")
+    assert record.get("scale_bits", 16) == scale_bits and record["zero"] == (
+        "none" if "t3" in names else "symmetric" if symmetric else "stored"
+    )
 
 
 @pytest.mark.parametrize(("name", "group"), [of for of in NAMES if not encoding_of(of[0]).entropy_coded])

@@ -45,7 +45,7 @@ def test_a_new_quantiser_is_one_file_and_one_line(demo_model, text, tmp_path, ab
 
 
 def test_numbers_are_part_of_the_bytes():
-    assert ",".join(methods.numbered()) == "none,gptq,sign,hqq,rtn,gptqmodel"
+    assert ",".join(methods.numbered()) == "none,gptq,sign,hqq,rtn,gptqmodel,trellis"
     assert methods.named() == ("gptq", "hqq", "rtn", "gptqmodel")
 
 

@@ -24,7 +24,7 @@ from moepack.reports.verify import verify
 from moepack.runtime.kernels import forms, reference
 
 MATRICES = (Matrix("gate_up", 34, 130, bias=True), Matrix("down", 20, 64))
-KNOWN = ("bf16", "w8", "w4d5", "w4", "w3d4", "w3", "w2d3", "w2", "w1d2", "w1")
+KNOWN = ("bf16", "w8", "w4d5", "w4", "t3", "w3d4", "w3", "t2d3", "t2", "w2d3", "w2", "w1d2", "w1")
 RECIPE = """
 versions: [bf16, w6, w2]
 quantize: {method: rtn, group_size: {w6: 32}, loss_tokens: 64}
@@ -141,6 +141,8 @@ def test_a_bundle_holds_it_and_a_cpu_serves_it(
 def test_mixed_versions_are_for_experts_alone(demo_model):
     with pytest.raises(InputError, match="dense: w2d3 is for experts alone"):
         parse_recipe("dense: [w2d3]", "recipe")
+    with pytest.raises(InputError, match="dense: t3 is for experts alone: its codes are a trellis"):
+        parse_recipe("dense: [t3]", "recipe")
     with pytest.raises(InputError, match=r"group_size.w2d3: 64 is not one of 128"):
         parse_recipe("versions: [w2d3]\nquantize: {group_size: {w2d3: 64}}", "recipe")
 

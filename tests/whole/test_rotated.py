@@ -25,11 +25,11 @@ from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels.rotation import SlotRotation
 
 RECIPE = """
-versions: [bf16, w4, w3, w2d3, w2, w1]
+versions: [bf16, w4, w3, t2d3, w2d3, w2, w1]
 quantize: {{loss_tokens: 256, rotate: {rotate}}}
 calibration: {{samples: 16, length: 128, batch_size: 8}}
 """
-WIDTHS = ("w4", "w3", "w2d3", "w2", "w1")
+WIDTHS = ("w4", "w3", "t2d3", "w2d3", "w2", "w1")
 SHAPES = ((16, 48), (32, 96), (64, 2880), (128, 1408), (256, 768))  # a block, and columns of which it is a part
 
 
@@ -116,13 +116,13 @@ def test_a_bundle_of_them(made):
     assert rotated.manifest.version("w4").record()["rotation"] == {"block": 64, "seed": 0}
     loss = {name: [b.calibration().mean_loss(w)[0] for w in WIDTHS] for name, b in (("a", plain), ("b", rotated))}
     gain = [b / a for a, b in zip(loss["a"], loss["b"], strict=True)]
-    assert max(gain) < 0.99 and max(gain[3:]) < 0.95, loss
+    assert max(gain) < 0.99 and max(gain[4:]) < 0.95, loss
     facts = inspect(made / "rotated")
     assert facts["versions"]["w2"]["rotated"] == 64 and facts["versions"]["bf16"]["rotated"] == 0
     said = " ".join(cli("inspect", made / "rotated")[1].split())
-    assert "down of w4, w3, w2d3, w2, w1 multiplies rotated inputs" in said
+    assert "down of w4, w3, t2d3, w2d3, w2, w1 multiplies rotated inputs" in said
     manifest = reader.read_manifest(made / "rotated")
-    for position, version in ((0, "w4"), (1, "w2d3")):
+    for position, version in ((0, "w4"), (1, "w2d3"), (1, "t2d3")):
         layer = manifest["layers"][position]
         described = next(v for v in manifest["versions"] if v["name"] == version)
         extent = reader.read_extent(made / "rotated", manifest, version, layer["index"], 5)

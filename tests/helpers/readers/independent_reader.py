@@ -115,10 +115,10 @@ class Sections:
 def values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]:
     """Weights of every matrix, [rows][cols], of any version but the lossless one."""
     sections, out = Sections(extent), []
-    affine = version["encoding"].startswith("affine")
+    affine = version["encoding"].startswith(("affine", "trellis"))
     for i, m in enumerate(layer["matrices"]):
         own = version
-        if version["encoding"] == "affine-mixed":
+        if version["encoding"].endswith("-mixed"):
             bits = version["bits"] + i
             own = {**version, "bits": bits, "zero": "midpoint" if bits == 1 else version["zero"]}
         out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], own))
@@ -157,11 +157,24 @@ def affine_values(sections: Sections, rows: int, cols: int, version: dict) -> li
         scale = [[(1 + b % 32 / 32) * 2 ** (b // 32) * outer[r] for b in small[r]] for r in range(rows)]
     else:
         scale = [[number(b) for b in row] for row in sections.rows(2, rows, groups)]
-    if version["zero"] == "stored":
+    if version["encoding"].startswith("trellis"):
+        codes = [[level(row[max(0, c - 7) : c + 1], bits) for c in range(cols)] for row in codes]
+        zero = [[217] * groups] * rows
+    elif version["zero"] == "stored":
         zero = [[z / 2 ** (8 - bits) for z in row] for row in sections.rows(1, rows, groups)]
     else:
         zero = [[2 ** (bits - 1) if version["zero"] == "symmetric" else (2**bits - 1) / 2] * groups] * rows
     return [[scale[r][c // size] * (codes[r][c] - zero[r][c // size]) for c in range(cols)] for r in range(rows)]
+
+
+def level(codes: list[int], bits: int) -> int:
+    """Of a column, from the codes of at most seven columns before it and its own."""
+    last = list(reversed(codes))
+    state = sum((code % 4) * 2 ** (14 - 2 * j) for j, code in enumerate(last))
+    if bits == 3:
+        state ^= sum((code // 4) * 2 ** (7 - j) for j, code in enumerate(last))
+    p = (state * 26059).to_bytes(4, "little")
+    return (p[0] + p[2] + 1) // 2 + (p[1] + p[3] + 1) // 2
 
 
 def released_values(sections: Sections, rows: int, cols: int, version: dict) -> list[list[float]]:

@@ -17,7 +17,7 @@ from moepack.pack.codec import trellis
 KEPT = 8  # bits of the last codes that tell survivors apart
 NEVER = 1e30  # the cost of a beginning that is none
 LONGEST = 64  # columns of a search
-PART = 256  # rows that torch searches at once: 8 MiB of targets
+PART = 64  # rows that torch searches at once: 4 MiB of targets
 PATH = Path(__file__).with_name("_search.so")  # installing builds it where there is a compiler (setup.py)
 
 

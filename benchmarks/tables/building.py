@@ -36,15 +36,14 @@ def _version(row: Row, first: Row) -> list[str]:
 
 @shown
 def trellis() -> str:
-    """Versions and trellis codes at their bits, on the upcycled model."""
+    """Affine and trellis versions at their bits, on the upcycled model."""
     out = []
     for row in results("trellis")["rows"]:
         if "KL" in row:
-            left = f"{row['of ours']:.2f}" if "of ours" in row else ""
-            name = f"trellis, {row['version']} bits" if row["recipe"] == "trellis" else f"`{row['version']}`"
+            left = f"{row['of affine']:.2f}" if "of affine" in row else ""
             divergence = f"{1e3 * row['KL']:.1f} ± {1e3 * row['+-']:.1f}"
-            out.append([name, f"{row['bits/weight']:.2f}", divergence, left])
-    return table(["gate and up, down", "bits a weight", "KL, mnat", "of ours at these bits"], out)
+            out.append([f"`{row['version']}`", f"{row['bits/weight']:.2f}", divergence, left])
+    return table(["version", "bits a weight", "KL, mnat", "of affine versions at these bits"], out)
 
 
 @shown

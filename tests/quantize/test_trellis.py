@@ -103,7 +103,7 @@ def test_normal_numbers_lose_what_the_page_says():
 @pytest.mark.parametrize("scale_bits", [16, 8])
 @pytest.mark.parametrize("name", ["t2", "t3"])
 def test_rows_do_not_depend_on_others(name, scale_bits):
-    """Some rows alone, whole blocks of 16, have the codes that they have in the matrix, so shards of rows may be joined."""
+    """Some rows alone, whole blocks of 16, have the codes that they have in the matrix: shards may be joined."""
     weight, moments = case(200, 48)
     version = Version.of(name, scale_bits=scale_bits)
     whole = quantise("gptq", weight, moments, version)

@@ -21,7 +21,7 @@ from torch import Tensor
 from moepack.pack.spec import Matrix
 
 from .forms import SMALL, Form, kernel_of, slice_rows
-from .gemv_triton import ROWS, SLOTS, few
+from .gemv_triton import ROWS, SLOTS, TRELLIS, few
 from .many_triton import BLOCK_COLUMNS, BLOCK_ROWS, STEP, arrange, many, unpack
 
 
@@ -56,6 +56,7 @@ _RELEASED = {
     22: (4, 0, "fp16"),
     23: (8, 0, "fp16"),
 }
+_TRELLIS = {28: 2, 29: 3}  # the bits of trellis codes by their numbers, to which SMALL is added as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,13 @@ class Geometry:
 
 def _read(form: Form) -> Constants:
     """How kernels read a form: its codes, its scales, and the columns of a group that a thread takes in one load."""
-    own = (form.bits - SMALL, 0, "e3m5") if form.bits > SMALL else (form.bits, 0, "bf16")
-    bits, mantissa, scale = _RELEASED.get(form.bits, own)
+    own = "e3m5" if form.bits > SMALL else "bf16"
+    number = form.bits % SMALL
+    integers = (_TRELLIS[number], TRELLIS.value, own) if number in _TRELLIS else (number, 0, own)
+    bits, mantissa, scale = _RELEASED.get(form.bits, integers)
     group = form.group or 128
-    columns = min({1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
+    # Eight columns of trellis codes and the seven before them are in a word.
+    columns = min(8 if mantissa else {1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
     return {
         "BITS": bits,
         "MANTISSA": mantissa,
@@ -100,7 +104,7 @@ def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: 
     read = _read(form)
     group = read["GROUP"]
     columns = read["COLUMNS"]
-    loads = {8: 2, 16: 4}.get(read["BITS"], 1)
+    loads = 2 if read["MANTISSA"] == TRELLIS.value else {8: 2, 16: 4}.get(read["BITS"], 1)
     u = max(1, min(group // (4 * columns), (4, 2, 1)[terms - 1] // loads))
     groups = -(-cols // group)
     shares = (16, 8, 4, 2, 1) if alone and rows <= 64 * ROWS.value else (8, 4, 2, 1)

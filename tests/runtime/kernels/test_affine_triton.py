@@ -48,9 +48,10 @@ def run(
 WIDTHS = [Version.of(*w) for w in (("w8", 64), ("w4", 128), ("w3", 32), ("w2", 64), ("w1", 32), ("w1", 128))]
 WIDTHS += [Version.of(name, 64, symmetric=True) for name in ("w4", "w3")]
 MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
+TRELLIS = [Version.of(name, scale_bits=s).at(1) for name, s in (("t2", 16), ("t3", 16), ("t2d3", 8), ("t2", 8))]
 
 
-@pytest.mark.parametrize("version", WIDTHS + MIXED + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize("version", WIDTHS + MIXED + TRELLIS + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
 def test_every_width_and_group(version):
     versions = [version]
     index = torch.tensor([[0], [2], [2]])  # expert 1 has no tokens
@@ -111,7 +112,7 @@ def test_released_weights_are_the_references(version, monkeypatch):
         assert torch.equal(got[exact], want[exact]), (rows, cols)
 
 
-@pytest.mark.parametrize("version", WIDTHS + MIXED + SMALL[1:3], ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize("version", WIDTHS + MIXED + TRELLIS + SMALL[1:3], ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
 @pytest.mark.parametrize("pairs", [True, False])
 def test_many_tokens_of_every_width(version, pairs, monkeypatch):
     """Both orders of columns; a gate whose halves begin in the middle of a block, blocks with a rest, several terms."""
@@ -131,7 +132,7 @@ def test_many_tokens_of_every_width(version, pairs, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "version", RELEASED + WIDTHS + MIXED + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
+    "version", RELEASED + WIDTHS + MIXED + TRELLIS + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
 )
 def test_few_tokens_weights_are_the_references(version):
     """Bit for bit too: a code's ones and its zero point leave no rest."""

@@ -3,8 +3,8 @@
 Programs find an expert's extent (FORMAT.md, "Affine extents") through the handle table, and return at once if the
 expert's version is not the launch's. So all launches of a layer share one `Geometry`. Nothing waits for the device, and
 a CUDA graph may capture the launches. Tensor cores multiply numbers that are exact in BF16: integer codes and a one,
-E4M3 and E2M1 codes. Scales and zero points are applied to sums in float32. FP16 activations are taken as two BF16
-numbers, float32 ones as three.
+E4M3 and E2M1 codes, levels of trellis codes. Scales and zero points are applied to sums in float32. FP16 activations
+are taken as two BF16 numbers, float32 ones as three.
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def many_cases(form: Form, rows: int, cols: int, gated: bool) -> Constants:
     span = step if read["SCALE"] in BYTES else min(read["GROUP"], step)
     u = max(1, span // (4 * read["COLUMNS"]))
     even = rows % of == 0 and cols % max(read["GROUP"], span) == 0
+    trellis = read["MANTISSA"] == TRELLIS.value  # four loads of each step, which pass shared memory in three stages
     return {
         **read,
         "U": u,
@@ -141,7 +142,7 @@ def many_cases(form: Form, rows: int, cols: int, gated: bool) -> Constants:
         "W": MANY.warps,
         "E": of // (8 * MANY.warps),
         "num_warps": MANY.warps,
-        "num_stages": MANY.stages,
+        "num_stages": MANY.stages - trellis,
     }
 
 

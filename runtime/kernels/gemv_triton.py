@@ -7,7 +7,8 @@ eight times four rows, or eight slots; T four threads with neighbouring columns;
 
 Two codes become two BF16 numbers by a shift and a mask: `1 + code / 2^bits`, whose ones go with the zero point, times
 the sum of activations. A code of eight bits is two such numbers. FP4 and FP8 codes are BF16 numbers that are too small
-by a power of two. FP16 activations are taken as two BF16 numbers, float32 ones as three, exactly.
+by a power of two, and levels of trellis codes less their mean are BF16 numbers. FP16 activations are taken as two BF16
+numbers, float32 ones as three, exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from moepack.pack.codec import trellis
 
 ROWS: tl.constexpr = tl.constexpr(32)  # of a program
 SLOTS: tl.constexpr = tl.constexpr(8)
-TRELLIS: tl.constexpr = tl.constexpr(7)  # stands for trellis codes where others have the bits of their mantissa
+TRELLIS: tl.constexpr = tl.constexpr(7)  # MANTISSA of trellis codes, which are in windows
 FACTOR: tl.constexpr = tl.constexpr(trellis.FACTOR)
 MIDDLE: tl.constexpr = tl.constexpr(trellis.ZERO + (1 << 23))
 
@@ -73,7 +74,7 @@ def finish(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def window(base, offset, cols, row, blocks, k, P: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load P bits of each of 15 columns of one plane, those from 7 before column k on; k is a multiple of 8.
+    """Load P bits of each of 15 columns of one plane, from seven before column k on; k is a multiple of 8.
 
     Before the first column all bits are 0.
     """
@@ -81,8 +82,8 @@ def window(base, offset, cols, row, blocks, k, P: tl.constexpr, EVEN: tl.constex
     words = (cols * P + 31) // 32
     w = k * P // 32
     at = (row // 16 * words + w) * 16 + row % 16
-    begin = (k + 25) * P  # of the window's bits, and 32 * P more
-    back = w - begin // 32 + P  # words from it to the last one: 0 or 1
+    begin = (k + 25) * P  # 32 * P more than the window's first bit, so that it is not negative
+    back = w + P - begin // 32  # 1 if that bit is in the word before, else 0
     if EVEN:
         v = tl.load(plane + at)
         before = tl.load(plane + at - back * 16, mask=k > 0, other=0)
@@ -105,18 +106,18 @@ def state(low, high, at, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def levels(one, other):  # type: ignore[no-untyped-def]
-    """Return the levels of two states in the halves of a word, whose four means of bytes are computed at a time."""
+    """Return the levels of two states in the halves of a word: four means of bytes are computed at a time."""
     p = one * FACTOR
     q = other * FACTOR
-    low = (p & 0xFFFF) | (q << 16)
-    high = (p >> 16) | (q & 0xFFFF0000)
-    means = (low | high) - (((low ^ high) & 0xFEFEFEFE) >> 1)
-    return (means & 0x00FF00FF) + ((means >> 8) & 0x00FF00FF)
+    one = (p & 0xFFFF) | (q & 0xFFFF0000)
+    other = (p >> 16) | (q << 16)
+    means = (one | other) - (((one ^ other) & 0xFEFEFEFE) >> 1)
+    return means - ((means >> 8) & 0x00FF00FF) * 255  # of a half's two bytes, even + 256 odd, even + odd is left
 
 
 @triton.jit
 def centred(level):  # type: ignore[no-untyped-def]
-    """Return levels below 2^16 less their mean, float32, exactly: as the last bits of a number from 2^23 on."""
+    """Return levels less their mean, float32, exactly: they are the last bits of numbers from 2^23 on."""
     return (level | 0x4B000000).to(tl.float32, bitcast=True) - MIDDLE
 
 
@@ -489,7 +490,9 @@ def _sums(  # type: ignore[no-untyped-def]
             begin = g * GROUP + step * (4 * COLUMNS * U)
             a, a1 = _load(base, low, high, cols, first, rows, begin, BITS, MANTISSA, COLUMNS, U, GROUP, S, EVEN)
             if GATED:
-                b, b1 = _load(base, low, high, cols, first + made, rows, begin, BITS, MANTISSA, COLUMNS, U, GROUP, S, EVEN)
+                b, b1 = _load(
+                    base, low, high, cols, first + made, rows, begin, BITS, MANTISSA, COLUMNS, U, GROUP, S, EVEN
+                )
             rest = _activations(xs, cols, begin, BITS, COLUMNS, U, GROUP, S, EVEN)
             for _term in tl.static_range(TERMS):
                 y = rest.to(tl.bfloat16)

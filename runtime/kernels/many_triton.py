@@ -319,7 +319,9 @@ def many(  # type: ignore[no-untyped-def]
                 a, a1 = _words(base, low, high, cols, row, flat, rows, begin, BITS, MANTISSA, COLUMNS, U, EVEN)
                 of_a = _scales(base, scale, cols, row, rows, g * U, SCALE, GROUP, U, EVEN) if BYTES else a
                 if GATED:
-                    b, b1 = _words(base, low, high, cols, row + made, flat + made, rows, begin, BITS, MANTISSA, COLUMNS, U, EVEN)
+                    b, b1 = _words(
+                        base, low, high, cols, row + made, flat + made, rows, begin, BITS, MANTISSA, COLUMNS, U, EVEN
+                    )
                     of_b = _scales(base, scale, cols, row + made, rows, g * U, SCALE, GROUP, U, EVEN) if BYTES else b
                 for term in tl.static_range(TERMS):
                     second = tl.trans(tl.load(from_x + term * apart + begin).to(kind))

@@ -57,16 +57,24 @@ ROCMS_SHARED = 64
 STACK = 16  # bytes of a thread that a variant may keep on its stack: 63 of 2,520 keep 8 or 16
 FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
     ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
-    ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8row", 0), ("int4fp16", 32), ("int8fp16", 128),
+    ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8row", 0), ("int4fp16", 32), ("int8fp16", 128), ("t3", 128),
+    ("t2", 128),
 )  # fmt: skip
 SMALL = (  # with scales of a byte, for BF16 activations
     ("w4/8", 64), ("w3/8", 64), ("w2/8", 64), ("w1/8", 64), ("w4d5/8", 128), ("w3d4/8", 128), ("w2d3/8", 128),
-    ("w1d2/8", 128),
+    ("w1d2/8", 128), ("t2d3/8", 128),
 )  # fmt: skip
 BIASED = (("mxfp4", 32), ("w3", 64), ("w2", 64), ("w1", 64))  # gpt-oss's, whose gate is its own
-DENSE = (("w8", 128), ("w4", 128), ("mxfp4", 32), ("fp8", 128))  # in which matrices outside the experts are served
-# The most instructions for a weight of BF16 activations' products, so that an H100 waits for bytes at 3.35 TB/s.
-CEILINGS = {"w8": 3.0, "w4": 4.5, "w3": 5.0, "w2": 2.5, "w1": 2.5, "mxfp4": 4.5, "bf16": 1.5}
+DENSE = (
+    ("w8", 128),
+    ("w4", 128),
+    ("mxfp4", 32),
+    ("fp8", 128),
+    ("t3", 128),
+)  # in which matrices outside the experts are served
+# The most instructions for a weight of BF16 activations' products, so that an H100 waits for bytes at 3.35 TB/s; for
+# trellis codes it waits for these.
+CEILINGS = {"w8": 3.0, "w4": 4.5, "w3": 5.0, "w2": 2.5, "w1": 2.5, "mxfp4": 4.5, "bf16": 1.5, "t3": 17.0, "t2": 13.5}
 CEILINGS |= {f"{name}/8": CEILINGS[name] for name in ("w4", "w3", "w2", "w1")}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LADDERS = (  # of shipped recipes: one launch for all their versions; the first with every dtype of activations
@@ -74,8 +82,9 @@ LADDERS = (  # of shipped recipes: one launch for all their versions; the first 
     (("w8", 128), ("w4", 64), ("w2", 64)),
     (("mxfp4", 32), ("w3", 64), ("w2", 64), ("w1", 64)),
     (("fp8", 128), ("w4", 128), ("w3", 128), ("w2", 64)),
+    (("bf16", 0), ("t3", 128), ("t2d3", 128), ("t2", 128)),
     (("bf16", 0), ("w4d5", 128), ("w3d4", 128), ("w2d3", 128), ("w1d2", 128)),
-    (("bf16", 0), *SMALL[4:]),
+    (("bf16", 0), *SMALL[4:8]),
 )
 TYPES = {
     torch.uint8: "u8",

@@ -68,7 +68,7 @@ class Pool:
 
 
 def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
-    if version.zero == "none":
+    if version.zero == "none" and version.released:
         return _released(m, version, rng)
     shape = (m.rows, -(-m.cols // version.group_size))
     drawn = torch.from_numpy(rng.uniform(0.005, 0.01, shape))

@@ -3,8 +3,8 @@
 Programs find an expert's extent (FORMAT.md, "Affine extents") through the handle table, and return at once if the
 expert's version is not the launch's. So all launches of a layer share one `Geometry`. Nothing waits for the device, and
 a CUDA graph may capture the launches. Tensor cores multiply numbers that are exact in BF16: integer codes and a one,
-E4M3 and E2M1 codes. Scales and zero points are applied to sums in float32. FP16 activations are taken as two BF16
-numbers, float32 ones as three.
+E4M3 and E2M1 codes, levels of trellis codes. Scales and zero points are applied to sums in float32. FP16 activations
+are taken as two BF16 numbers, float32 ones as three.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from moepack.pack.spec import Matrix
 
 from .forms import SMALL, Form, kernel_of, slice_rows
-from .gemv_triton import ROWS, SLOTS, few
+from .gemv_triton import ROWS, SLOTS, TRELLIS, few
 from .many_triton import BLOCK_COLUMNS, BLOCK_ROWS, STEP, arrange, many, unpack
 
 
@@ -56,6 +56,7 @@ _RELEASED = {
     22: (4, 0, "fp16"),
     23: (8, 0, "fp16"),
 }
+_TRELLIS = {28: 2, 29: 3}  # the bits of trellis codes by their numbers, to which SMALL is added as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,13 @@ class Geometry:
 
 def _read(form: Form) -> Constants:
     """How kernels read a form: its codes, its scales, and the columns of a group that a thread takes in one load."""
-    own = (form.bits - SMALL, 0, "e3m5") if form.bits > SMALL else (form.bits, 0, "bf16")
-    bits, mantissa, scale = _RELEASED.get(form.bits, own)
+    own = "e3m5" if form.bits > SMALL else "bf16"
+    number = form.bits % SMALL
+    integers = (_TRELLIS[number], TRELLIS.value, own) if number in _TRELLIS else (number, 0, own)
+    bits, mantissa, scale = _RELEASED.get(form.bits, integers)
     group = form.group or 128
-    columns = min({1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
+    # Eight columns of trellis codes and the seven before them are in a word.
+    columns = min(8 if mantissa else {1: 32, 2: 16, 3: 16}.get(bits, 8), group // 4)
     return {
         "BITS": bits,
         "MANTISSA": mantissa,
@@ -100,7 +104,7 @@ def few_cases(form: Form, rows: int, cols: int, terms: int, gated: bool, alone: 
     read = _read(form)
     group = read["GROUP"]
     columns = read["COLUMNS"]
-    loads = {8: 2, 16: 4}.get(read["BITS"], 1)
+    loads = 2 if read["MANTISSA"] == TRELLIS.value else {8: 2, 16: 4}.get(read["BITS"], 1)
     u = max(1, min(group // (4 * columns), (4, 2, 1)[terms - 1] // loads))
     groups = -(-cols // group)
     shares = (16, 8, 4, 2, 1) if alone and rows <= 64 * ROWS.value else (8, 4, 2, 1)
@@ -129,6 +133,7 @@ def many_cases(form: Form, rows: int, cols: int, gated: bool) -> Constants:
     span = step if read["SCALE"] in BYTES else min(read["GROUP"], step)
     u = max(1, span // (4 * read["COLUMNS"]))
     even = rows % of == 0 and cols % max(read["GROUP"], span) == 0
+    trellis = read["MANTISSA"] == TRELLIS.value  # four loads of each step, which pass shared memory in three stages
     return {
         **read,
         "U": u,
@@ -137,7 +142,7 @@ def many_cases(form: Form, rows: int, cols: int, gated: bool) -> Constants:
         "W": MANY.warps,
         "E": of // (8 * MANY.warps),
         "num_warps": MANY.warps,
-        "num_stages": MANY.stages,
+        "num_stages": MANY.stages - trellis,
     }
 
 

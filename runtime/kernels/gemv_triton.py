@@ -7,7 +7,8 @@ eight times four rows, or eight slots; T four threads with neighbouring columns;
 
 Two codes become two BF16 numbers by a shift and a mask: `1 + code / 2^bits`, whose ones go with the zero point, times
 the sum of activations. A code of eight bits is two such numbers. FP4 and FP8 codes are BF16 numbers that are too small
-by a power of two. FP16 activations are taken as two BF16 numbers, float32 ones as three, exactly.
+by a power of two, and levels of trellis codes less their mean are BF16 numbers. FP16 activations are taken as two BF16
+numbers, float32 ones as three, exactly.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moepack.pack.codec import trellis
+
 ROWS: tl.constexpr = tl.constexpr(32)  # of a program
 SLOTS: tl.constexpr = tl.constexpr(8)
+TRELLIS: tl.constexpr = tl.constexpr(7)  # MANTISSA of trellis codes, which are in windows
+FACTOR: tl.constexpr = tl.constexpr(trellis.FACTOR)
+MIDDLE: tl.constexpr = tl.constexpr(trellis.ZERO + (1 << 23))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -67,6 +73,55 @@ def finish(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def window(base, offset, cols, row, blocks, k, P: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load P bits of each of 15 columns of one plane, from seven before column k on; k is a multiple of 8.
+
+    Before the first column all bits are 0.
+    """
+    plane = section(base, offset, tl.uint32)
+    words = (cols * P + 31) // 32
+    w = k * P // 32
+    at = (row // 16 * words + w) * 16 + row % 16
+    begin = (k + 25) * P  # 32 * P more than the window's first bit, so that it is not negative
+    back = w + P - begin // 32  # 1 if that bit is in the word before, else 0
+    if EVEN:
+        v = tl.load(plane + at)
+        before = tl.load(plane + at - back * 16, mask=k > 0, other=0)
+    else:
+        here = (row // 16 < blocks) & (w < words)
+        v = tl.load(plane + at, mask=here, other=0)
+        before = tl.load(plane + at - back * 16, mask=here & (k > 0), other=0)
+    by = (begin % 32).to(tl.uint32)  # never 0
+    return (v << (32 - by)) | (before >> by)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def state(low, high, at, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the states of column `at` of eight whose windows these are (codec/trellis.py)."""
+    if BITS == 3:
+        return ((low >> (2 * at)) ^ ((high >> at) & 0xFF)) & 0xFFFF
+    else:
+        return (low >> (2 * at)) & 0xFFFF
+
+
+@triton.jit
+def levels(one, other):  # type: ignore[no-untyped-def]
+    """Return the levels of two states in the halves of a word: four means of bytes are computed at a time."""
+    p = one * FACTOR
+    q = other * FACTOR
+    one = (p & 0xFFFF) | (q & 0xFFFF0000)
+    other = (p >> 16) | (q << 16)
+    means = (one | other) - (((one ^ other) & 0xFEFEFEFE) >> 1)
+    return means - ((means >> 8) & 0x00FF00FF) * 255  # of a half's two bytes, even + 256 odd, even + odd is left
+
+
+@triton.jit
+def centred(level):  # type: ignore[no-untyped-def]
+    """Return levels less their mean, float32, exactly: they are the last bits of numbers from 2^23 on."""
+    return (level | 0x4B000000).to(tl.float32, bitcast=True) - MIDDLE
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _moved(bits, BY: tl.constexpr):  # type: ignore[no-untyped-def]
     """Shift right by BY, or left if it is negative."""
     if BY >= 0:
@@ -78,7 +133,12 @@ def _moved(bits, BY: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _pair(low, high, ones, AT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return two BF16 numbers in one word: the codes at place AT of both halves of the words."""
-    if MANTISSA == 1:  # a sign and three bits
+    if MANTISSA == TRELLIS:
+        both = levels(state(low, high, AT, BITS), state(low, high, AT + 4, BITS))
+        left = centred(both & 0xFFFF).to(tl.uint32, bitcast=True)
+        right = centred(both >> 16).to(tl.uint32, bitcast=True)
+        return (left >> 16) | (right & 0xFFFF0000)
+    elif MANTISSA == 1:  # a sign and three bits
         return (_moved(low, 4 * AT - 12) & 0x80008000) | (_moved(low, 4 * AT - 6) & 0x01C001C0)
     elif MANTISSA == 3:  # a sign and seven bits
         return (_moved(low, 8 * AT - 8) & 0x80008000) | (_moved(low, 8 * AT - 4) & 0x07F007F0)
@@ -155,15 +215,19 @@ def words(  # type: ignore[no-untyped-def]
     k,
     t,
     BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVEN: tl.constexpr,
     APART: tl.constexpr,
 ):
-    """Load both tensors that `numbers` takes: words of two planes, or the same words twice.
+    """Load both tensors that `numbers` takes: words of two planes, or the same words twice; of trellis codes windows.
 
     Of eight bits, words of four columns from column k on, and of four columns that begin APART further.
     """
-    if BITS == 8:
+    if MANTISSA == TRELLIS:
+        left = window(base, low, cols, row, blocks, k, 2, EVEN)
+        return left, window(base, high, cols, row, blocks, k, 1, EVEN) if BITS == 3 else left
+    elif BITS == 8:
         left = _plane(base, low, cols, row, blocks, k, t, 8, COLUMNS, EVEN)
         return left, _plane(base, low, cols, row, blocks, k + APART, t, 8, COLUMNS, EVEN)
     elif (BITS == 3) | (BITS == 5):
@@ -224,6 +288,7 @@ def _load(  # type: ignore[no-untyped-def]
     rows,
     begin,
     BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
     COLUMNS: tl.constexpr,
     U: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -243,7 +308,7 @@ def _load(  # type: ignore[no-untyped-def]
         own: tl.constexpr = 4 if BITS == 8 else COLUMNS
         k = begin + tl.arange(0, U)[:, None, None, None, None] * (4 * COLUMNS) + t * own
         k += tl.arange(0, S)[None, :, None, None, None] * STRIDE
-        return words(base, low, high, cols, row, blocks, k, t, BITS, COLUMNS, EVEN, 16)
+        return words(base, low, high, cols, row, blocks, k, t, BITS, MANTISSA, COLUMNS, EVEN, 16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -369,6 +434,8 @@ def _scaled(  # type: ignore[no-untyped-def]
                 ]
             )
         else:
+            if MANTISSA == TRELLIS:
+                return part * scales_of(base, scale, at, here, other, SCALE, 0)[:, :, :, :, None]
             s = scales_of(base, scale, at, here, other, SCALE, BITS)
             sums = tl.permute(tl.reshape(sums, [S, 2, 8, 4, 2]), [0, 2, 3, 1, 4])
             sums = tl.max(sums, 3)[:, :, :, None, :]  # of two that are the same
@@ -421,9 +488,11 @@ def _sums(  # type: ignore[no-untyped-def]
         of_x = tl.zeros([S, 16, 8], dtype=tl.float32)
         for step in tl.static_range(GROUP // (4 * COLUMNS * U)):
             begin = g * GROUP + step * (4 * COLUMNS * U)
-            a, a1 = _load(base, low, high, cols, first, rows, begin, BITS, COLUMNS, U, GROUP, S, EVEN)
+            a, a1 = _load(base, low, high, cols, first, rows, begin, BITS, MANTISSA, COLUMNS, U, GROUP, S, EVEN)
             if GATED:
-                b, b1 = _load(base, low, high, cols, first + made, rows, begin, BITS, COLUMNS, U, GROUP, S, EVEN)
+                b, b1 = _load(
+                    base, low, high, cols, first + made, rows, begin, BITS, MANTISSA, COLUMNS, U, GROUP, S, EVEN
+                )
             rest = _activations(xs, cols, begin, BITS, COLUMNS, U, GROUP, S, EVEN)
             for _term in tl.static_range(TERMS):
                 y = rest.to(tl.bfloat16)

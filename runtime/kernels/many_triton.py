@@ -12,7 +12,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .gemv_triton import e4m3, e8m0, finish, numbers, scales_of, section, words
+from .gemv_triton import (
+    TRELLIS,
+    centred,
+    e4m3,
+    e8m0,
+    finish,
+    levels,
+    numbers,
+    scales_of,
+    section,
+    state,
+    window,
+    words,
+)
 
 STEP: tl.constexpr = tl.constexpr(64)  # the most columns that are multiplied at a time
 
@@ -78,6 +91,7 @@ def _words(  # type: ignore[no-untyped-def]
     rows,
     begin,
     BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
     COLUMNS: tl.constexpr,
     U: tl.constexpr,
     EVEN: tl.constexpr,
@@ -100,7 +114,7 @@ def _words(  # type: ignore[no-untyped-def]
         t = tl.arange(0, 4)[None, None, None, :, None]
         k = begin + tl.arange(0, U)[:, None, None, None, None] * (4 * COLUMNS) + t * COLUMNS
         blocks = (rows + 15) // 16
-        return words(base, low, high, cols, of, blocks, k, t, BITS, COLUMNS, EVEN, 4)
+        return words(base, low, high, cols, of, blocks, k, t, BITS, MANTISSA, COLUMNS, EVEN, 4)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -180,6 +194,7 @@ def _scaled(  # type: ignore[no-untyped-def]
     rows,
     g,
     BITS: tl.constexpr,
+    MANTISSA: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -195,6 +210,8 @@ def _scaled(  # type: ignore[no-untyped-def]
         return total + part * s[:, :, :, :, None, None]
     else:
         at = at * 16 + row % 16
+        if MANTISSA == TRELLIS:
+            return total + part * scales_of(base, scale, at, here, other, SCALE, 0)[:, :, :, :, None, None]
         s = scales_of(base, scale, at, here, other, SCALE, BITS)
         s = s if SCALE == "e3m5" else s * (1 << BITS)
         if ZEROS == 1:
@@ -299,10 +316,12 @@ def many(  # type: ignore[no-untyped-def]
                 of_x = 0
             for step in tl.static_range(SPAN // K):
                 begin = g * SPAN + step * K
-                a, a1 = _words(base, low, high, cols, row, flat, rows, begin, BITS, COLUMNS, U, EVEN)
+                a, a1 = _words(base, low, high, cols, row, flat, rows, begin, BITS, MANTISSA, COLUMNS, U, EVEN)
                 of_a = _scales(base, scale, cols, row, rows, g * U, SCALE, GROUP, U, EVEN) if BYTES else a
                 if GATED:
-                    b, b1 = _words(base, low, high, cols, row + made, flat + made, rows, begin, BITS, COLUMNS, U, EVEN)
+                    b, b1 = _words(
+                        base, low, high, cols, row + made, flat + made, rows, begin, BITS, MANTISSA, COLUMNS, U, EVEN
+                    )
                     of_b = _scales(base, scale, cols, row + made, rows, g * U, SCALE, GROUP, U, EVEN) if BYTES else b
                 for term in tl.static_range(TERMS):
                     second = tl.trans(tl.load(from_x + term * apart + begin).to(kind))
@@ -328,6 +347,7 @@ def many(  # type: ignore[no-untyped-def]
                     rows,
                     g,
                     BITS,
+                    MANTISSA,
                     SCALE,
                     GROUP,
                     ZEROS,
@@ -346,6 +366,7 @@ def many(  # type: ignore[no-untyped-def]
                         rows,
                         g,
                         BITS,
+                        MANTISSA,
                         SCALE,
                         GROUP,
                         ZEROS,
@@ -380,6 +401,17 @@ def _codes(base, offset, cols, block, at, P: tl.constexpr):  # type: ignore[no-u
     v = tl.load(plane, mask=(w < count)[:, None], other=0)
     codes = (v[:, None, :] >> (tl.arange(0, 32 // P) * P).to(tl.uint32)[None, :, None]) & ((1 << P) - 1)
     return tl.reshape(codes.to(tl.int32), [BLOCK_COLUMNS, BLOCK_ROWS])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _levels(base, low, high, cols, block, at, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the levels of trellis codes, uint32 [BLOCK_COLUMNS, BLOCK_ROWS]."""
+    k = (at + tl.arange(0, BLOCK_COLUMNS // 8) * 8)[:, None]
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
+    of_low = window(base, low, cols, row, block + 1, k, 2, False)[:, None, :]
+    of_high = window(base, high, cols, row, block + 1, k, 1, False)[:, None, :] if BITS == 3 else of_low
+    states = state(of_low, of_high, tl.arange(0, 8).to(tl.uint32)[None, :, None], BITS)
+    return tl.reshape(levels(states, states) & 0xFFFF, [BLOCK_COLUMNS, BLOCK_ROWS])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -428,13 +460,17 @@ def unpack(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     k = at + tl.arange(0, BLOCK_COLUMNS)
     real = (row < count)[None, :]
-    if (BITS == 3) | (BITS == 5):
+    if MANTISSA == TRELLIS:
+        codes = _levels(base, low, high, cols, block, at, BITS)
+    elif (BITS == 3) | (BITS == 5):
         codes = _codes(base, low, cols, block, at, BITS - 1)
         codes += _codes(base, high, cols, block, at, 1) << (BITS - 1)
     else:
         codes = _codes(base, low, cols, block, at, BITS)
     s, of_zero, here = _scale(base, scale, cols, block, k, SCALE, GROUP)
-    if MANTISSA == 3:
+    if MANTISSA == TRELLIS:
+        w = centred(codes)
+    elif MANTISSA == 3:
         w = e4m3(codes)
     elif MANTISSA == 1:  # a sign, two bits of an exponent and one more: FP16 numbers that are too small by 2^14
         w = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384

@@ -69,7 +69,9 @@ FULL: dict[str, str] = {
 FEW: dict[str, tuple[str, ...]] = {
     "runtime/kernels/test_affine_triton.py::test_every_width_and_group": ("[w3-3-32]",),
     "runtime/kernels/test_affine_triton.py::test_released_weights_are_the": ("[nvfp4-16]", "[mxfp4-32]"),
-    "runtime/kernels/test_affine_triton.py::test_many_tokens_of_every_width": ("[True-w4-4-128]", "[False-w1-1-32]"),
+    "runtime/kernels/test_affine_triton.py::test_many_tokens_of_every_width": (
+        "[True-w4-4-128]", "[False-w1-1-32]", "[False-t2d3-3-128]",
+    ),
     "runtime/kernels/test_affine_triton.py::test_few_tokens_weights": ("[w3-3-32]",),
     "runtime/kernels/test_affine_triton.py::test_five_versions_share": ("[3]",),
     "runtime/kernels/test_affine_triton.py::test_one_launch_for_all": ("[gated-False]",),

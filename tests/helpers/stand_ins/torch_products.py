@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
+from moepack.pack.codec import trellis
+from moepack.runtime.kernels.gemv_triton import TRELLIS
 from moepack.runtime.kernels.reference import E2M1, unpack
 from moepack.runtime.kernels.switch_triton import SCALES
 
@@ -132,7 +134,9 @@ def _weights(of, base: int) -> Tensor:
         codes = plane(of.low, of.BITS - 1) | plane(of.high, 1) << (of.BITS - 1)
     else:
         codes = plane(of.low, of.BITS)
-    if of.MANTISSA == 1:
+    if TRELLIS.value == of.MANTISSA:
+        values = trellis.levels(codes.int(), of.BITS).float() - trellis.ZERO
+    elif of.MANTISSA == 1:
         values = torch.tensor(E2M1 + tuple(-v for v in E2M1))[codes.int()]
     elif of.MANTISSA == 3:
         values = codes.contiguous().view(torch.float8_e4m3fn).float()

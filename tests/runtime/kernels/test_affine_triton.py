@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expert_layers import (
@@ -17,7 +19,7 @@ from expert_layers import (
 )
 from torch_products import install
 
-from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.pack.spec import ExpertLayer, Matrix, Rotation, Version
 from moepack.runtime.kernels import reference
 from moepack.runtime.kernels.forms import make_forms
 
@@ -48,9 +50,11 @@ def run(
 WIDTHS = [Version.of(*w) for w in (("w8", 64), ("w4", 128), ("w3", 32), ("w2", 64), ("w1", 32), ("w1", 128))]
 WIDTHS += [Version.of(name, 64, symmetric=True) for name in ("w4", "w3")]
 MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
+TRELLIS = [Version.of(name, scale_bits=s).at(1) for name, s in (("t2", 16), ("t3", 16), ("t2d3", 8), ("t2", 8))]
+TURNED = [replace(v, rotation=Rotation(16, seed)) for seed, v in enumerate(map(Version.of, ("t2", "t3", "t2d3")))]
 
 
-@pytest.mark.parametrize("version", WIDTHS + MIXED + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize("version", WIDTHS + MIXED + TRELLIS + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
 def test_every_width_and_group(version):
     versions = [version]
     index = torch.tensor([[0], [2], [2]])  # expert 1 has no tokens
@@ -111,7 +115,9 @@ def test_released_weights_are_the_references(version, monkeypatch):
         assert torch.equal(got[exact], want[exact]), (rows, cols)
 
 
-@pytest.mark.parametrize("version", WIDTHS + MIXED + SMALL[1:3], ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize(
+    "version", WIDTHS + MIXED + TRELLIS + SMALL[1:3], ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
+)
 @pytest.mark.parametrize("pairs", [True, False])
 def test_many_tokens_of_every_width(version, pairs, monkeypatch):
     """Both orders of columns; a gate whose halves begin in the middle of a block, blocks with a rest, several terms."""
@@ -131,7 +137,7 @@ def test_many_tokens_of_every_width(version, pairs, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "version", RELEASED + WIDTHS + MIXED + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
+    "version", RELEASED + WIDTHS + MIXED + TRELLIS + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
 )
 def test_few_tokens_weights_are_the_references(version):
     """Bit for bit too: a code's ones and its zero point leave no rest."""
@@ -139,9 +145,16 @@ def test_few_tokens_weights_are_the_references(version):
     assert torch.equal(got, want)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_few_tokens_of_whole_tiles():
     """Rows and columns without a rest, for which nothing is masked: a gate, and several groups a warp at a time."""
-    for version in (Version.of("bf16"), Version.of("w8", 128), Version.of("w2", 64), Version.of("mxfp4", 32)):
+    for version in (
+        Version.of("bf16"),
+        Version.of("w8", 128),
+        Version.of("w2", 64),
+        Version.of("mxfp4", 32),
+        TRELLIS[2],
+    ):
         m = Matrix("m", 64, 1024, bias=True)
         layer, x, index = (
             make_layer(m, [version], [0, 0]),
@@ -164,7 +177,12 @@ def test_released_weights_are_exact_in_bf16(name):
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_a_layer_in_released_versions_is_run_by_it(monkeypatch):
+@pytest.mark.parametrize(
+    ("versions", "inner"),
+    [(list({v.name: v for v in RELEASED}.values()), 35), (TURNED, 32)],
+    ids=["released", "rotated trellis"],
+)
+def test_a_layer_is_run_by_it(versions, inner, monkeypatch):
     from gpu_stand_in import kernels
     from transformers.integrations.moe import _default_apply_gate
 
@@ -176,12 +194,12 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch):
         _moepack: LayerExperts
 
     kernels(monkeypatch, real_products=True)
-    versions = list({v.name: v for v in RELEASED}.values())
-    matrices, count = (Matrix("gate_up", 70, 40, bias=True), Matrix("down", 40, 35)), len(versions)
+    matrices, count = (Matrix("gate_up", 2 * inner, 40, bias=True), Matrix("down", 40, inner)), len(versions)
     experts = LayerExperts(ExpertLayer(0, "experts", count, matrices), versions, torch.device(DEVICE))
     for e, v in enumerate(versions):
         plain = torch.empty(v.resident_size(matrices), dtype=torch.uint8)
-        v.restore(matrices, v.encode(matrices, [random_expert(m, v, e) for m in matrices])[0], plain.numpy())
+        values = [random_expert(m, v.at(i), e) for i, m in enumerate(matrices)]
+        v.restore(matrices, v.encode(matrices, values)[0], plain.numpy())
         extent = plain.to(DEVICE)
         experts.publish(e, experts.of.over(v, extent))
     assert experts.of.backend == "triton" and experts.current.served == list(range(count))
@@ -200,7 +218,7 @@ def test_a_layer_in_released_versions_is_run_by_it(monkeypatch):
 def test_what_stands_in_for_products(monkeypatch):
     """In tests of what is around them: every encoding, both tiles, a gate."""
     install(monkeypatch)
-    for version in (Version.of("bf16"), *WIDTHS, *MIXED, *RELEASED, *SMALL):
+    for version in (Version.of("bf16"), *WIDTHS, *MIXED, *TRELLIS, *RELEASED, *SMALL):
         m, index = Matrix("m", 36, 70, bias=True), torch.tensor([[0, 1], [1, 1], [2, 0]])
         layer, x = make_layer(m, [version], [0, 0]), activations(3, 70, torch.float32)
         want, real = torch.from_numpy(expected(layer, x, index)), (index.reshape(-1) < 2).numpy()
@@ -239,7 +257,9 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("stand_in", [False, True])
-@pytest.mark.parametrize(("gated", "versions"), [(False, VERSIONS), (True, MIXED)], ids=["plain", "gated"])
+@pytest.mark.parametrize(
+    ("gated", "versions"), [(False, VERSIONS), (True, MIXED[:2] + TRELLIS[1:])], ids=["plain", "gated"]
+)
 def test_one_launch_for_all_versions_makes_the_same_bits(gated, versions, stand_in, monkeypatch):
     """Few tokens, sentinels and an absent expert: the switch's rows and sum against a launch for each version."""
     from moepack.runtime.kernels.affine_triton import DECODE, product

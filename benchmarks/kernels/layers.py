@@ -24,7 +24,7 @@ SHAPES = {  # hidden, intermediate, experts, top_k
 }
 VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4, 3, 2, 1)))
 RELEASED = tuple(Version.of(n) for n in ("mxfp4", "nvfp4", "fp8", "mxfp8", "fp8row"))  # which a GPU does not run yet
-MIXED = tuple(Version.of(f"w{bits}d{bits + 1}") for bits in (4, 3, 2, 1))  # measured where they are named
+NAMED = tuple(map(Version.of, ("w4d5", "w3d4", "w2d3", "w1d2", "t3", "t2d3", "t2")))  # measured where they are named
 HUGE = 2 << 20
 
 
@@ -68,7 +68,7 @@ class Pool:
 
 
 def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
-    if version.zero == "none":
+    if version.zero == "none" and not version.trellis:
         return _released(m, version, rng)
     shape = (m.rows, -(-m.cols // version.group_size))
     drawn = torch.from_numpy(rng.uniform(0.005, 0.01, shape))

@@ -35,9 +35,9 @@ class Kernel:
 # product, and for `beside_amx` against AMX tiles. Those of FP8 and FP4 codes on a Sapphire Rapids: in float32 torch's
 # product overtakes FP8 at 4 tokens, and AMX tiles, for which FP8 is unpacked as numbers, overtake it only at 48.
 KERNELS = {
-    30: Kernel(0, 12, 2, compiled=False, triton=False),  # t2d3; float32 activations always take unpacked weights
-    29: Kernel(0, 12, 2, compiled=False, triton=False),  # t3
-    28: Kernel(0, 12, 2, compiled=False, triton=False),  # t2
+    30: Kernel(128, 12, 2, triton=False),  # t2d3
+    29: Kernel(128, 12, 2, triton=False),  # t3
+    28: Kernel(128, 12, 2, triton=False),  # t2
     27: Kernel(128, 12, 2),  # w4d5: forms name the bits of each matrix; w3's limits, whose codes have two planes, too
     26: Kernel(128, 12, 2),  # w3d4: of 3 and 4 the lower
     25: Kernel(128, 12, 2),  # w2d3

@@ -332,11 +332,13 @@ INLINE void NAME(trellis_rows)(const int bits, const int T, const Gemm *m, const
     const uint32_t *low = (const uint32_t *)(base + f->low) + block * words * BLOCK + lane;
     const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
     const uint8_t *scale = base + f->scale + (block * groups * BLOCK + lane) * item;
+    const int32_t *pairs[PASS];
     I last[FR], last_high[FR]; /* the words before */
     F total[FR][PASS];
-    UNROLL for (int r = 0; r < FR; r++) {
-        last[r] = last_high[r] = SETI(0);
-        UNROLL for (int t = 0; t < T; t++) total[r][t] = SET(0.0f);
+    UNROLL for (int r = 0; r < FR; r++) last[r] = last_high[r] = SETI(0);
+    UNROLL for (int t = 0; t < T; t++) {
+        pairs[t] = x[t]->fixed[7];
+        UNROLL for (int r = 0; r < FR; r++) total[r][t] = SET(0.0f);
     }
     for (int64_t g = 0; g < groups; g++) {
         I acc[FR][PASS];
@@ -368,10 +370,10 @@ INLINE void NAME(trellis_rows)(const int bits, const int T, const Gemm *m, const
                     level[r] = LEVELS(state);
                 }
                 UNROLL for (int t = 0; t < T; t++) {
-                    const I at = SETI(x[t]->fixed[7][(w + odd) * 8 + k]);
+                    const I at = SETI(pairs[t][(w + odd) * 8 + k]);
                     UNROLL for (int r = 0; r < FR; r++) {
                         acc[r][t] = DOT16(acc[r][t], level[r], at);
-                        if (HALVED(T)) KEEP(acc[r][t]);
+                        KEEP(acc[r][t]);
                     }
                 }
             }

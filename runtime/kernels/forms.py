@@ -34,10 +34,11 @@ class Kernel:
 # By `Version.kernel`, a number that C and Triton know too. Limits were measured on one AVX-512 core: against torch's
 # product, and for `beside_amx` against AMX tiles. Those of FP8 and FP4 codes on a Sapphire Rapids: in float32 torch's
 # product overtakes FP8 at 4 tokens, and AMX tiles, for which FP8 is unpacked as numbers, overtake it only at 48.
+# Those of trellis codes in float32 on a Zen 3 with AVX2; in bfloat16 they are w3's.
 KERNELS = {
-    30: Kernel(128, 12, 2, triton=False),  # t2d3
-    29: Kernel(128, 12, 2, triton=False),  # t3
-    28: Kernel(128, 12, 2, triton=False),  # t2
+    30: Kernel(4, 12, 2, triton=False),  # t2d3
+    29: Kernel(4, 12, 2, triton=False),  # t3
+    28: Kernel(4, 12, 2, triton=False),  # t2
     27: Kernel(128, 12, 2),  # w4d5: forms name the bits of each matrix; w3's limits, whose codes have two planes, too
     26: Kernel(128, 12, 2),  # w3d4: of 3 and 4 the lower
     25: Kernel(128, 12, 2),  # w2d3

@@ -343,7 +343,8 @@ INLINE void NAME(trellis_rows)(const int bits, const int T, const Gemm *m, const
     for (int64_t g = 0; g < groups; g++) {
         I acc[FR][PASS];
         UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SETI(0);
-        for (int64_t w = g * (FIXED / 16), to = least(w + FIXED / 16, words); w < to; w += 2) UNROLL for (int odd = 0; odd < 2; odd++) {
+        const int64_t to = least((g + 1) * (FIXED / 16), words);
+        for (int64_t w = g * (FIXED / 16); w < to; w += 2) UNROLL for (int odd = 0; odd < 2; odd++) {
             if (w + odd >= to) break;
             I now[FR], before[FR], third[FR];
             STREAM(low + (w + odd + AHEAD) * BLOCK);

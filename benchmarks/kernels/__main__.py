@@ -33,7 +33,7 @@ from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, lower_qu
 from benchmarks.decoding import Passes, passes
 from moepack.pack.spec import ExpertLayer, Matrix
 
-from .layers import MIXED, RELEASED, SHAPES, VERSIONS, Pool, module_like, routed, torch_forward
+from .layers import NAMED, RELEASED, SHAPES, VERSIONS, Pool, module_like, routed, torch_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +76,7 @@ def measure(
     x = torch.randn(tokens, hidden, generator=generator).bfloat16()
     gates = torch.full(index.shape, 1 / top_k)
     pools = dict[str, Pool]()
-    every = (*VERSIONS, *RELEASED, *(v for v in MIXED if v.name in versions))
+    every = (*VERSIONS, *RELEASED, *(v for v in NAMED if v.name in versions))
     for v in [v for v in every if not versions or v.name in ("bf16", *versions)]:
         least = len(used) * 2 if tokens < 64 else len(used)
         size = v.resident_size(matrices)

@@ -24,7 +24,7 @@ SHAPES = {  # hidden, intermediate, experts, top_k
 }
 VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4, 3, 2, 1)))
 RELEASED = tuple(Version.of(n) for n in ("mxfp4", "nvfp4", "fp8", "mxfp8", "fp8row"))  # which a GPU does not run yet
-MIXED = tuple(Version.of(f"w{bits}d{bits + 1}") for bits in (4, 3, 2, 1))  # measured where they are named
+NAMED = tuple(map(Version.of, ("w4d5", "w3d4", "w2d3", "w1d2", "t3", "t2d3", "t2")))  # measured where they are named
 HUGE = 2 << 20
 
 

@@ -46,7 +46,7 @@ class PackedLinear(nn.Module):
             made: Tensor = torch.ops.moepack.dense(x, self._number, self.out_features)
             return made
         learns = x.requires_grad and torch.is_grad_enabled()
-        if not learns and backends.backend(x.device) == "triton" and compiled([self.version], "cuda"):
+        if not learns and backends.backend(x.device) == "triton" and compiled([self.version]):
             return self._on_gpu(x)
         if self.group is None or learns or x.device.type != "cpu":
             weights = self.weights(x.dtype)

@@ -95,7 +95,7 @@ class ServedLayer:
         self.numbers = {v.name: i for i, v in enumerate(self.versions)}
         self.sections = {v.name: sections_of(layer.matrices, v) for v in self.versions}
         self.native = backends.native_layer(layer, self.versions, device)  # the forms that CPU kernels read
-        self.backend = backends.backend(device) if compiled(self.versions, device.type) else "reference"
+        self.backend = backends.backend(device) if compiled(self.versions) else "reference"
         # Rotates the inputs of `down` on a GPU; None where no version is rotated (on a CPU, `native` has what C reads)
         self.rotation = None
         if self.backend == "triton" and any(v.rotation for v in self.versions):

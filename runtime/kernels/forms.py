@@ -26,18 +26,17 @@ class Kernel:
     bfloat16: int = 0
     beside_amx: int = 0  # in bfloat16, if AMX runs experts with more tokens
     integers: bool = True  # whether BF16 activations are multiplied as integers; else as floats
-    # Whether C, and Triton, have a case for the encoding; else torch dequantises the layer, slowly.
-    compiled: bool = True
-    triton: bool = True
+    compiled: bool = True  # whether C and Triton have a case for the encoding; else torch dequantises the layer, slowly
 
 
 # By `Version.kernel`, a number that C and Triton know too. Limits were measured on one AVX-512 core: against torch's
 # product, and for `beside_amx` against AMX tiles. Those of FP8 and FP4 codes on a Sapphire Rapids: in float32 torch's
 # product overtakes FP8 at 4 tokens, and AMX tiles, for which FP8 is unpacked as numbers, overtake it only at 48.
+# Those of trellis codes in float32 on a Zen 3 with AVX2; in bfloat16 they are w3's.
 KERNELS = {
-    30: Kernel(0, 12, 2, compiled=False),  # t2d3; float32 activations always take unpacked weights
-    29: Kernel(0, 12, 2, compiled=False),  # t3
-    28: Kernel(0, 12, 2, compiled=False),  # t2
+    30: Kernel(4, 12, 2),  # t2d3
+    29: Kernel(4, 12, 2),  # t3
+    28: Kernel(4, 12, 2),  # t2
     27: Kernel(128, 12, 2),  # w4d5: forms name the bits of each matrix; w3's limits, whose codes have two planes, too
     26: Kernel(128, 12, 2),  # w3d4: of 3 and 4 the lower
     25: Kernel(128, 12, 2),  # w2d3
@@ -70,16 +69,14 @@ def kernel_of(name: str) -> Kernel:
     return KERNELS[encoding.kernel]
 
 
-def compiled(versions: Iterable[Version], device: str = "cpu") -> bool:
-    """Whether C, or Triton on a `device` that is no CPU, has a case for every one of these versions."""
-    kernels = [kernel_of(v.name) for v in versions]
-    return all(k.compiled if device == "cpu" else k.triton for k in kernels)
+def compiled(versions: Iterable[Version]) -> bool:
+    """Whether C and Triton have a case for every one of these versions."""
+    return all(kernel_of(v.name).compiled for v in versions)
 
 
-def compiled_names(device: str = "cpu") -> tuple[str, ...]:
-    """The names of all encodings for which C, or Triton, has a case; see `compiled`."""
-    known = (n for n in version_names() if encoding_of(n).kernel in KERNELS)
-    return tuple(n for n in known if compiled([encoding_of(n)], device))
+def compiled_names() -> tuple[str, ...]:
+    """The names of all encodings for which C and Triton have a case."""
+    return tuple(n for n in version_names() if (k := KERNELS.get(encoding_of(n).kernel)) and k.compiled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ def _wrong_form(version: Version, extent: Tensor, random: np.random.Generator) -
             rows = -(-MATRIX.rows // 16) * 16
             unpacked = torch.full((MATRIX.cols, rows), math.nan, dtype=dtype)
             native.unpack(forms, 0, 0, extent, unpacked, threads=1)
-            if _differs(unpacked[:, : MATRIX.rows].T, weights.double().numpy(), allowed):
+            if _differs(unpacked[:, : MATRIX.rows].T, weights.to(dtype).double().numpy(), allowed):
                 yield f"unpacked to {str(dtype).removeprefix('torch.')}"
 
 

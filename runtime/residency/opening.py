@@ -105,7 +105,7 @@ def check_devices(plan: Plan, policy: object, versions: Sequence[Version], devic
     decodes = bool(plan.window) or any(v.entropy_coded and v.plain for v in on_device)
     if decodes and not kernels:
         raise InputError(f"policy {policy} needs Triton's kernels to decode BF16 on a GPU: {LACKING}")
-    if any(p.where in READ_THERE for p in plan.ladder) and not (kernels and compiled(versions, "cuda")):
+    if any(p.where in READ_THERE for p in plan.ladder) and not (kernels and compiled(versions)):
         why = "a version of this bundle has none" if kernels else LACKING
         raise InputError(f"policy {policy}: kernels of Triton read pinned memory: {why}")
 

@@ -52,6 +52,16 @@ typedef struct {
 #define LOADSB(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p)))
 #define LOADSH(p) _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define AS_FLOATS(a) _mm256_castsi256_ps(a)
+#define XOR(a, b) _mm256_xor_si256(a, b)
+#define SUBI(a, b) _mm256_sub_epi32(a, b)
+#define FLOATS(a) _mm256_cvtepi32_ps(a)
+#define LEVELS(a) levels_avx2(a)
+
+INLINE __m256i levels_avx2(__m256i states) {
+    const __m256i by = _mm256_set1_epi16(TRELLIS_BY);
+    const __m256i means = _mm256_avg_epu8(_mm256_mullo_epi16(states, by), _mm256_mulhi_epu16(states, by));
+    return _mm256_maddubs_epi16(means, _mm256_set1_epi8(1));
+}
 
 INLINE __m256 look_up_avx2(Table8 t, __m256i w) { /* a permutation uses 3 index bits; the fourth chooses one of two */
     return _mm256_blendv_ps(_mm256_permutevar8x32_ps(t.low, w), _mm256_permutevar8x32_ps(t.high, w),
@@ -75,10 +85,11 @@ INLINE float sum_avx2(__m256 a) {
 #define PARTS 1
 #define FR 2
 #define MANY 4
-#define SUBI(a, b) _mm256_sub_epi32(a, b)
 #define MULI(a, b) _mm256_mullo_epi32(a, b)
 #define DOT(acc, fields, x) _mm256_add_epi32(acc, _mm256_madd_epi16(fields, x))
-#define FLOATS(a) _mm256_cvtepi32_ps(a)
+#define DOT16 DOT
+#define SHL16(a, n) _mm256_slli_epi16(a, n)
+#define DROP16(a, n) _mm256_srli_epi16(a, n)
 #define FUSED(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define HALVES(v, odd) \
     _mm256_castsi256_ps(odd ? _mm256_and_si256(v, _mm256_set1_epi32(-65536)) : _mm256_slli_epi32(v, 16))

@@ -51,6 +51,16 @@
 #define LOADSB(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
 #define LOADSH(p) _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
 #define AS_FLOATS(a) _mm512_castsi512_ps(a)
+#define XOR(a, b) _mm512_xor_si512(a, b)
+#define SUBI(a, b) _mm512_sub_epi32(a, b)
+#define FLOATS(a) _mm512_cvtepi32_ps(a)
+#define LEVELS(a) levels_avx512(a)
+
+INLINE __m512i levels_avx512(__m512i states) {
+    const __m512i by = _mm512_set1_epi16(TRELLIS_BY);
+    const __m512i means = _mm512_avg_epu8(_mm512_mullo_epi16(states, by), _mm512_mulhi_epu16(states, by));
+    return _mm512_maddubs_epi16(means, _mm512_set1_epi8(1));
+}
 
 /* Rounds as narrow() does, but not NaN, into the high halves. The processor's own conversion drops denormals. */
 INLINE __m512i rounded_avx512(__m512 v) {
@@ -68,18 +78,20 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #include "affine_rows.h"
 
 #define FR 1
-#define SUBI(a, b) _mm512_sub_epi32(a, b)
 #define MULI(a, b) _mm512_mullo_epi32(a, b)
-#define FLOATS(a) _mm512_cvtepi32_ps(a)
 #define FUSED(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define HALVES(v, odd) \
     _mm512_castsi512_ps(odd ? _mm512_and_si512(v, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(v, 16))
+
+#define SHL16(a, n) _mm512_slli_epi16(a, n)
+#define DROP16(a, n) _mm512_srli_epi16(a, n)
 
 #define PARTS 1
 #define PAIRS(bytes, x) _mm512_maddubs_epi16(bytes, x)
 #define ADDH(a, b) _mm512_add_epi16(a, b)
 #define FP4_BYTES(v) _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_setr_epi8(E2M1_FIELDS)), v)
 #define DOT(acc, fields, x) _mm512_add_epi32(acc, _mm512_madd_epi16(fields, x))
+#define DOT16 DOT
 #define ARRANGE(to, from, order) \
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))
 #include "affine_fixed.h"
@@ -91,6 +103,7 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #undef CALLED
 #undef PARTS
 #undef DOT
+#undef DOT16
 #undef PAIRS
 #undef ADDH
 #undef FP4_BYTES
@@ -101,6 +114,7 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #define CALLED __attribute__((target(VNNI))) static
 #define PARTS 2
 #define DOT(acc, fields, x) _mm512_dpbusd_epi32(acc, fields, x)
+#define DOT16(acc, fields, x) _mm512_dpwssd_epi32(acc, fields, x)
 #define ARRANGE(to, from, order) \
     _mm512_storeu_si512(to, _mm512_permutexvar_epi8(_mm512_loadu_si512(order), _mm512_loadu_si512(from)))
 /* A permutation reads 6 bits of an index: the code, and two of the next one, for which the table repeats itself. */

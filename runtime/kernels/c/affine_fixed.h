@@ -4,6 +4,8 @@
  *   PARTS                            1: fields of 16 bits times activations' 16; 2: fields of 8 bits times their two bytes
  *   FR                               vectors of rows that one pass takes: together whole lines of 16 words
  *   DOT(acc, fields, x)              acc + the sum of fields' products in each 32-bit word
+ *   DOT16(acc, fields, x)            the same of fields of 16 bits
+ *   SHL16, DROP16                    shifts of both halves of words to the left and right
  *   SETI, LOADB                      a broadcast of 32 bits; L bytes as 32-bit words
  *   AND, ADDI, SUBI, MULI, SHL       of 32-bit words
  *   FLOATS(words), FUSED(a, b, c)    words as floats, rounded; a * b + c, rounded once
@@ -320,6 +322,77 @@ INLINE void NAME(fp4_rows)(const int nv, const int T, const Gemm *m, const Form 
         STOREF(out + (r * T + t) * L, nv ? MUL(total[r][t], SET(outer_of(f, base, row + r * L))) : total[r][t]);
 }
 
+/* As fixed_rows, for trellis codes. Half a word has eight codes: shifted left it has the newest of a state, and the half
+ * before it, shifted right, the others. So the states of columns k and k + 8 of a word are made side by side, and a word
+ * of the activation has these two columns. */
+INLINE void NAME(trellis_rows)(const int bits, const int T, const Gemm *m, const Form *f, const uint8_t *base, int64_t row,
+                               const Prepared *const *x, float *out) {
+    const int of = scales_of(f), item = of == OF_BYTE ? 1 : 2;
+    const int64_t groups = ceil_div(m->cols, FIXED), words = ceil_div(m->cols, 16), block = row / BLOCK, lane = row % BLOCK;
+    const uint32_t *low = (const uint32_t *)(base + f->low) + block * words * BLOCK + lane;
+    const uint32_t *high = (const uint32_t *)(base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
+    const uint8_t *scale = base + f->scale + (block * groups * BLOCK + lane) * item;
+    const int32_t *pairs[PASS];
+    I last[FR], last_high[FR]; /* the words before */
+    F total[FR][PASS];
+    UNROLL for (int r = 0; r < FR; r++) last[r] = last_high[r] = SETI(0);
+    UNROLL for (int t = 0; t < T; t++) {
+        pairs[t] = x[t]->fixed[7];
+        UNROLL for (int r = 0; r < FR; r++) total[r][t] = SET(0.0f);
+    }
+    for (int64_t g = 0; g < groups; g++) {
+        I acc[FR][PASS];
+        UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SETI(0);
+        const int64_t to = least((g + 1) * (FIXED / 16), words);
+        for (int64_t w = g * (FIXED / 16); w < to; w += 2) UNROLL for (int odd = 0; odd < 2; odd++) {
+            if (w + odd >= to) break;
+            I now[FR], before[FR], third[FR];
+            STREAM(low + (w + odd + AHEAD) * BLOCK);
+            UNROLL for (int r = 0; r < FR; r++) {
+                now[r] = LOADI(low + (w + odd) * BLOCK + r * L);
+                before[r] = XOR(SHL(now[r], 16), DROP(last[r], 16));
+                last[r] = now[r];
+                if (bits == TRELLIS2) continue;
+                if (odd) {
+                    third[r] = DROP(last_high[r], 8);
+                } else {
+                    const I h = LOADI(high + w / 2 * BLOCK + r * L);
+                    third[r] = XOR(SHL(h, 8), DROP(last_high[r], 24));
+                    last_high[r] = h;
+                }
+                /* 24 columns from the eighth before the word on: of them the first 16 and the last */
+                third[r] = XOR(AND(third[r], SETI(0xFFFF)), SHL(DROP(third[r], 8), 16));
+            }
+            UNROLL for (int k = 0; k < 8; k++) {
+                I level[FR];
+                UNROLL for (int r = 0; r < FR; r++) {
+                    I state = k < 7 ? XOR(SHL16(now[r], 14 - 2 * k), DROP16(before[r], 2 * k + 2)) : now[r];
+                    if (bits == TRELLIS3) state = XOR(state, AND(DROP16(third[r], k + 1), SETI(0x00FF00FF)));
+                    level[r] = LEVELS(state);
+                }
+                UNROLL for (int t = 0; t < T; t++) {
+                    const I at = SETI(pairs[t][(w + odd) * 8 + k]);
+                    UNROLL for (int r = 0; r < FR; r++) {
+                        acc[r][t] = DOT16(acc[r][t], level[r], at);
+                        KEEP(acc[r][t]);
+                    }
+                }
+            }
+        }
+        UNROLL for (int r = 0; r < FR; r++) {
+            const F s = SCALE(bits, of, scale + (g * BLOCK + r * L) * item);
+            UNROLL for (int t = 0; t < T; t++) {
+                const I exact = SUBI(acc[r][t], SETI(TRELLIS_ZERO * x[t]->totals[2][g]));
+                total[r][t] = FUSED(MUL(FLOATS(exact), SET(x[t]->units[g])), s, total[r][t]);
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < FR; r++) UNROLL for (int t = 0; t < T; t++) {
+        if (f->outer >= 0) total[r][t] = MUL(total[r][t], SET(outer_of(f, base, row + r * L)));
+        STOREF(out + (r * T + t) * L, total[r][t]);
+    }
+}
+
 /* Products of a row of a BF16 matrix. Activations stay BF16: as float32 they push a row's lines out of a first-level
  * cache of 32 KiB (measured at 2048 columns: 13 GB/s with float32, 30 with BF16, 31 for reading alone). */
 INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, const Prepared *const *x, float *out) {
@@ -371,6 +444,8 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
                 FIXED_CASE(8, T) \
             case MXFP4: NAME(fp4_rows)(0, T, m, job->form, job->base, at, x, part); break; \
             case NVFP4: NAME(fp4_rows)(1, T, m, job->form, job->base, at, x, part); break; \
+            case TRELLIS2: NAME(trellis_rows)(TRELLIS2, T, m, job->form, job->base, at, x, part); break; \
+            case TRELLIS3: NAME(trellis_rows)(TRELLIS3, T, m, job->form, job->base, at, x, part); break; \
             } \
             for (int r = 0; r < FR; r++) \
                 for (int t = 0; t < T && at + r * L < end; t++) \

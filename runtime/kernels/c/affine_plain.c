@@ -46,6 +46,10 @@
 #define LOADSB(p) ((uint32_t)(int8_t)*(p))
 #define LOADSH(p) ((uint32_t)(int16_t)*(p))
 #define AS_FLOATS(a) float_plain(a)
+#define XOR(a, b) ((a) ^ (b))
+#define SUBI(a, b) ((a) - (b))
+#define FLOATS(a) ((float)(int32_t)(a))
+#define LEVELS(a) (level_plain((a) & 0xFFFF) | level_plain((a) >> 16) << 16)
 
 static inline uint32_t load_plain(const void *at) { /* two BF16 numbers need not lie on a multiple of 4 */
     uint32_t word;
@@ -57,6 +61,11 @@ static inline float float_plain(uint32_t bits) {
     float value;
     memcpy(&value, &bits, 4);
     return value;
+}
+
+static inline uint32_t level_plain(uint32_t state) {
+    const uint32_t made = state * TRELLIS_BY, even = made & 0xFF00FF, odd = made >> 8 & 0xFF00FF;
+    return (((even & 0xFF) + (even >> 16) + 1) >> 1) + (((odd & 0xFF) + (odd >> 16) + 1) >> 1);
 }
 
 static inline uint32_t sra16_plain(uint32_t word, int n) {
@@ -79,10 +88,11 @@ static inline uint32_t fp4_plain(uint32_t word, int down) {
 
 #define PARTS 1
 #define FR 4
-#define SUBI(a, b) ((a) - (b))
 #define MULI(a, b) ((a) * (b))
 #define DOT(acc, fields, x) ((acc) + (uint32_t)dot_plain(fields, x))
-#define FLOATS(a) ((float)(int32_t)(a))
+#define DOT16 DOT
+#define SHL16(a, n) (((a) & 0xFFFF0000) << (n) | (uint16_t)((a) << (n)))
+#define DROP16(a, n) (((a) >> (n) & 0xFFFF0000) | (uint16_t)(a) >> (n))
 #define FUSED(a, b, c) fmaf(a, b, c)
 #define FP4(v, k) fp4_plain(v, 4 * (k))
 #define HALVES(v, odd) widen((uint16_t)((odd) ? (v) >> 16 : (v)))

@@ -12,6 +12,8 @@
  *   BF16(at), BYTES(at)              L BF16 numbers or bytes as floats
  *   SETI, ADDI, AND, SHL, SRA, MAXI  of 32-bit words: a broadcast, a + b, a & b, shifts (SRA keeps the sign), the greater one
  *   SRA16(words, n)                  SRA of both 16-bit halves
+ *   XOR, SUBI                        of 32-bit words; FLOATS(words): these as floats, rounded
+ *   LEVELS(states)                   the levels of trellis states, of 16 bits each in both halves of words
  *   LOADB, LOADSB, LOADSH            L bytes, signed bytes and signed 16-bit numbers as 32-bit words
  *   AS_FLOATS(words)                 the words' bits as floats
  *   STOREB(at, v), STOREB2(at, v, w) a store of L floats, or of twice L, rounded to BF16
@@ -61,6 +63,37 @@ static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5
                                    -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f};
 static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
 
+/* The next weight of a trellis in units of its scale. Its code's low bits are the lowest of *w, its third bit is that of
+ * *h, and `state` has the windows over both; all move on. */
+INLINE F NAME(next_level)(const int bits, I state[2], I *w, I *h) {
+    state[0] = XOR(DROP(state[0], 2), SHL(AND(*w, SETI(3)), 14));
+    *w = DROP(*w, 2);
+    I whole = state[0];
+    if (bits == TRELLIS3) {
+        state[1] = XOR(DROP(state[1], 1), SHL(AND(*h, SETI(1)), 7));
+        *h = DROP(*h, 1);
+        whole = XOR(whole, state[1]);
+    }
+    return FLOATS(SUBI(LEVELS(whole), SETI(TRELLIS_ZERO)));
+}
+
+/* As `plane`, for trellis codes in `low` and `high`. */
+INLINE void NAME(trellis)(const int bits, const int R, const int T, const uint32_t *const *low, const uint32_t *const *high,
+                          int64_t from, int64_t to, const float *const *x, I state[RB][2], F acc[RB][TB]) {
+    for (int64_t w = from; w < to; w++) {
+        I v[RB], h[RB];
+        UNROLL for (int r = 0; r < R; r++) {
+            v[r] = h[r] = LOADI(low[r] + w * BLOCK);
+            if (bits == TRELLIS3) h[r] = DROP(LOADI(high[r] + w / 2 * BLOCK), w % 2 * 16);
+            STREAM(low[r] + (w + AHEAD) * BLOCK);
+        }
+        UNROLL for (int i = 0; i < 16; i++) UNROLL for (int r = 0; r < R; r++) {
+            const F code = NAME(next_level)(bits, state[r], v + r, h + r);
+            UNROLL for (int t = 0; t < T; t++) acc[r][t] = FMA(code, SET(x[t][w * 16 + i]), acc[r][t]);
+        }
+    }
+}
+
 /* Adds to `acc` the products of words [from, to) of one plane, for R vectors of rows and T activations. `values` has a
  * LUT for each 4 bits of a row, or for `codes` of 4 or 8 bits or MXFP4 the activation itself. */
 INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_t *const *words, int64_t from, int64_t to,
@@ -96,7 +129,7 @@ INLINE void NAME(plane)(const int codes, const int R, const int T, const uint32_
 /* Products of R vectors of rows from `row` on and T activations, into out[r * T + t]. */
 INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m, const Form *f, const uint8_t *base,
                          int64_t row, const Prepared *const *x, float *out) {
-    const int fp4 = bits == MXFP4 || bits == NVFP4, width = fp4 ? 4 : bits, of = scales_of(f);
+    const int fp4 = bits == MXFP4 || bits == NVFP4, width = fp4 ? 4 : bits > 16 ? 8 : bits, of = scales_of(f);
     const int item = fp4 || of == OF_BYTE ? 1 : 2;
     const int64_t groups = ceil_div(m->cols, f->group), per_word = 32 / low_bits(bits);
     const int64_t low_words = ceil_div(m->cols, per_word), high_words = ceil_div(m->cols, 32);
@@ -105,8 +138,10 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
     const uint8_t *scale[RB], *zero[RB];
     const float *values[TB], *quads[TB], *sums[TB];
     F total[RB][TB];
+    I state[RB][2];
     UNROLL for (int r = 0; r < R; r++) {
         int64_t block = (row + r * L) / BLOCK, lane = (row + r * L) % BLOCK;
+        state[r][0] = state[r][1] = SETI(0);
         low[r] = (const uint32_t *)(base + f->low) + block * low_words * BLOCK + lane;
         high[r] = (const uint32_t *)(base + f->high) + block * high_words * BLOCK + lane;
         scale[r] = base + f->scale + (block * groups * BLOCK + lane) * item;
@@ -123,8 +158,11 @@ INLINE void NAME(packed)(const int bits, const int R, const int T, const Gemm *m
         F acc[RB][TB];
         UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) acc[r][t] = SET(0.0f);
         int64_t to = (g + 1) * step < low_words ? (g + 1) * step : low_words;
-        NAME(plane)(fp4 ? MXFP4 : bits == 5 ? 4 : bits >= 4 ? bits : 0, R, T, low, g * step, to, values, acc);
-        if (two_planes(bits)) {
+        if (is_trellis(bits))
+            NAME(trellis)(bits, R, T, low, high, g * step, to, values, state, acc);
+        else
+            NAME(plane)(fp4 ? MXFP4 : bits == 5 ? 4 : bits >= 4 ? bits : 0, R, T, low, g * step, to, values, acc);
+        if (bits == 3 || bits == 5) {
             to = (g + 1) * high_step < high_words ? (g + 1) * high_step : high_words;
             F above[RB][TB]; /* of five bits a quarter of what they are worth */
             UNROLL for (int r = 0; r < R; r++) UNROLL for (int t = 0; t < T; t++) above[r][t] = bits == 3 ? acc[r][t] : SET(0.0f);
@@ -185,6 +223,8 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     case 8: PACKED(8, R, T); break; \
     case MXFP4: PACKED(MXFP4, R, T); break; \
     case NVFP4: PACKED(NVFP4, R, T); break; \
+    case TRELLIS2: PACKED(TRELLIS2, R, T); break; \
+    case TRELLIS3: PACKED(TRELLIS3, R, T); break; \
     }
 
 /* Products of rows [row, end), at most UNIT and from a block's first, and T activations; results go to `slot`. */
@@ -283,7 +323,7 @@ CALLED void NAME(prepare)(const Gemm *m, const void *from, Prepared *p) {
 INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t row, uint8_t *out) {
     const Form *f = m->form;
     const int p = low_bits(bits), per_word = 32 / p, width = bits > 8 ? p : bits, of = scales_of(f);
-    const int wide = bits == FP8 || bits == FP8_ROW, item = wide ? 4 : bits > 16 || of == OF_BYTE ? 1 : 2;
+    const int wide = bits == FP8 || bits == FP8_ROW, item = wide ? 4 : (bits > 16 && !is_trellis(bits)) || of == OF_BYTE ? 1 : 2;
     const int64_t group = bits == FP8_ROW ? m->cols : f->group, groups = ceil_div(m->cols, group);
     const F unit = SET(1.0f / (1 << (8 - width))), middle = SET(-(float)((1 << width) - 1) / 2);
     const T16 twos = LOADT(two_bits);
@@ -292,7 +332,9 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
     const uint32_t *low[2], *high[2];
     const uint8_t *scale[2], *zero[2];
     F outer[2];
+    I state[2][2];
     UNROLL for (int r = 0; r < R; r++) {
+        state[r][0] = state[r][1] = SETI(0);
         int64_t block = (row + r * L) / BLOCK, lane = (row + r * L) % BLOCK;
         low[r] = (const uint32_t *)(m->base + f->low) + block * ceil_div(m->cols, per_word) * BLOCK + lane;
         high[r] = (const uint32_t *)(m->base + f->high) + block * ceil_div(m->cols, 32) * BLOCK + lane;
@@ -321,14 +363,15 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
         for (; c < end; c++) {
             F value[2];
             UNROLL for (int r = 0; r < R; r++) {
-                F code = bits == 8                       ? CODE8(w[r])
+                F code = is_trellis(bits)                ? NAME(next_level)(bits, state[r], w + r, h + r)
+                         : bits == 8                      ? CODE8(w[r])
                          : bits == 4 || bits == 5        ? CODE4(w[r])
                          : bits == MXFP4 || bits == NVFP4 ? LOOKUP(fours, w[r])
                          : bits > 16                     ? MUL(CODE_E4M3(w[r]), SET(0x1p120f))
                          : bits == 1                     ? LOOKUP(ones, w[r])
                                                          : LOOKUP(twos, w[r]);
-                w[r] = DROP(w[r], p);
-                if (two_planes(bits)) {
+                if (!is_trellis(bits)) w[r] = DROP(w[r], p);
+                if (bits == 3 || bits == 5) {
                     code = FMA(LOOKUP(ones, h[r]), SET(bits == 3 ? 4.0f : 16.0f), code);
                     h[r] = DROP(h[r], 1);
                 }
@@ -364,6 +407,8 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
         UNPACK_CASE(MXFP8, R) \
         UNPACK_CASE(FP8, R) \
         UNPACK_CASE(FP8_ROW, R) \
+        UNPACK_CASE(TRELLIS2, R) \
+        UNPACK_CASE(TRELLIS3, R) \
     }
 
 /* Unpack rows [row, row + n), n a multiple of 16: two vectors at a time, which fill a cache line in BF16. */

@@ -304,7 +304,7 @@ static void panel(const Run *run, const Batch *batch, int64_t row, uint8_t *scra
     float *sums = (float *)(scratch + 2 * DEPTH * TILE);
     /* Measured: scaling sums is faster up to some 100 tokens in groups of 128, 50 in groups of 64. */
     const int exact = job->form->bits >= 16 && job->form->bits <= MXFP8; /* in BF16, scales and all but an outer one */
-    const int few = !exact && 2 * blocks * STEP <= 3 * code_group(job->form);
+    const int few = !exact && !is_trellis(codes_of(job->form)) && 2 * blocks * STEP <= 3 * code_group(job->form);
     (few ? code_panel : weight_panel)(run, batch, row, scratch, sums);
     for (int64_t b = 0; b < blocks; b++)
         for (int r = 0; r < 2 && row + 16 * r < job->rows; r++) {

@@ -57,14 +57,15 @@ static void run_tasks(void *argument) {
 #define NEEDS_SUMS 1 /* floats, and sums of them */
 #define NEEDS_QUADS 2
 #define NEEDS_PAIRS 4
-#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 7, integers as in `fixed` */
-#define NEEDS_SCALED (NEEDS_FIXED << 8) /* floats for FP8 codes */
+#define NEEDS_FIXED 8 /* sums and units of integers; shifted left by 1 to 8, integers as in `fixed` */
+#define NEEDS_SCALED (NEEDS_FIXED << 9) /* floats for FP8 codes */
 #define NEEDS_ALL (NEEDS_FIXED - 1 + NEEDS_SCALED) /* those that take most: of float32 activations; of BF16 ones fewer */
 
 static int needs_of(const Gemm *m, const Form *f, int64_t slots) {
     if (f->bits == 16) return 0;
     if (is_fp8(f)) return NEEDS_SCALED;
     const int bits = codes_of(f), p = low_bits(bits), many = moepack_fixed->many, two = two_planes(bits);
+    if (is_trellis(bits)) return m->x_bf16 ? NEEDS_FIXED | NEEDS_FIXED << 8 : NEEDS_SUMS;
     if (m->x_bf16) {
         const int halved = many && slots >= many && (p == 2 || p == 4) ? NEEDS_FIXED << (5 + p / 2) : 0;
         if (halved && slots % many == 0) return NEEDS_FIXED | halved | (bits == 5 ? NEEDS_FIXED << 1 : 0);
@@ -83,7 +84,7 @@ static size_t place(const Gemm *m, int needs, uint8_t *at, Prepared *p) {
     PART(scaled, NEEDS_SCALED, padded);
     PART(quads, NEEDS_QUADS, 4 * padded);
     PART(pairs, NEEDS_PAIRS, 8 * padded);
-    for (int k = 0; k < 7; k++)
+    for (int k = 0; k < 8; k++)
         PART(fixed[k], NEEDS_FIXED << (k + 1), k == 0 && moepack_fixed->tables ? 3 * padded : padded / 2);
     for (int k = 0; k < 3; k++) PART(sums[k], NEEDS_SUMS, each);
     for (int k = 0; k < 5; k++) PART(totals[k], NEEDS_FIXED, padded / 16 + 16);

@@ -71,6 +71,11 @@ CALLED void NAME(prepare_fixed)(const Gemm *m, const void *from, Prepared *p) {
 #else
         const int16_t *halves = fixed;
 #endif
+        if (p->fixed[7]) /* for trellis codes: words of two columns that are eight apart */
+            for (int64_t c = 0; c < padded; c += 16) {
+                int16_t *to = (int16_t *)(p->fixed[7] + (b * FIXED + c) / 2);
+                for (int i = 0; i < 8; i++) to[2 * i] = fixed[c + i], to[2 * i + 1] = fixed[c + i + 8];
+            }
         for (int k = 0; k < 7; k++) {
             if (!p->fixed[k]) continue;
 #ifdef TABLES

@@ -21,9 +21,10 @@ typedef struct {
     int64_t bits, group, zeros, low, high, scale, zero, bias, outer; /* bias, outer: -1 without one */
 } Form;
 
-/* Numbers of encodings whose codes are floating-point, or whose scales are FP16; the others' are their bits. Where scales
- * have a byte, it is their bits and SMALL. */
-enum { MXFP4 = 17, NVFP4, MXFP8, FP8, FP8_ROW, HALF4, HALF8, SMALL = 32 };
+/* Numbers of encodings whose codes are floating-point or a trellis', or whose scales are FP16; the others' are their bits.
+ * Where scales have a byte, it is this number and SMALL. */
+enum { MXFP4 = 17, NVFP4, MXFP8, FP8, FP8_ROW, HALF4, HALF8, TRELLIS2 = 28, TRELLIS3, SMALL = 32 };
+enum { TRELLIS_BY = 26059, TRELLIS_ZERO = 217 }; /* the factor of states, and the levels' mean (pack/codec/trellis.py) */
 enum { OF_BF16, OF_HALF, OF_BYTE }; /* scales of integer codes */
 
 /* The number of an encoding with the same codes, and, if they are integers, BF16 scales. */
@@ -35,16 +36,22 @@ static inline int scales_of(const Form *f) {
     return f->bits > SMALL ? OF_BYTE : f->bits == HALF4 || f->bits == HALF8 ? OF_HALF : OF_BF16;
 }
 
+/* Whether codes are of two or three bits that make, with those before them in a row, the state of a trellis. */
+static inline int is_trellis(int bits) { return bits == TRELLIS2 || bits == TRELLIS3; }
+
 /* Whether there are kernels for a form. Every switch over codes has exactly these cases. */
 static inline int known(const Form *f) {
-    if (f->bits > SMALL + 8 || (f->bits > SMALL && f->outer < 0)) return 0;
-    switch (codes_of(f)) {
+    const int bits = codes_of(f);
+    if (f->bits > SMALL && (f->outer < 0 || (bits > 8 && !is_trellis(bits)))) return 0;
+    switch (bits) {
     case 16: return 1;
     case MXFP4:
     case MXFP8: return f->group == 32;
     case NVFP4: return f->group == 16;
     case FP8: return f->group == 32 || f->group == 128;
     case FP8_ROW: return f->group == 0;
+    case TRELLIS2:
+    case TRELLIS3: return f->group == 128;
     case 8:
     case 5:
     case 4:
@@ -56,13 +63,13 @@ static inline int known(const Form *f) {
 }
 
 /* Whether codes have their highest bit in a plane of its own. */
-static inline int two_planes(int bits) { return bits == 3 || bits == 5; }
+static inline int two_planes(int bits) { return bits == 3 || bits == 5 || bits == TRELLIS3; }
 
 static inline int is_fp8(const Form *f) { return f->bits == MXFP8 || f->bits == FP8 || f->bits == FP8_ROW; }
 
 /* Bits of a code in the low plane, by `codes_of`. */
 static inline int low_bits(int bits) {
-    return bits == 3 ? 2 : bits == 5 || bits == MXFP4 || bits == NVFP4 ? 4 : bits > 16 ? 8 : bits;
+    return bits == 3 || is_trellis(bits) ? 2 : bits == 5 || bits == MXFP4 || bits == NVFP4 ? 4 : bits > 16 ? 8 : bits;
 }
 
 /* One product of all experts. A handle is an extent's address, a multiple of 64, with the version's number in its low 6 bits. */
@@ -97,14 +104,14 @@ typedef struct {
 
 /* One activation, prepared; fields after `at` are set only if the versions in use read them. For float32 activations:
  * the numbers, sums over 32, 64 and 128 columns, and LUTs. For BF16 (affine_fixed.h): `fixed`, integers of 16 bits in
- * the order of planes of 1, 2, 4 and 8 bits, of FP4, and of halves of words in planes of 2 and 4 bits, `totals`, their sums over 32, 64 and 128 columns and -12 times
- * those over 16 and 32, and `units`, by 128 columns the
+ * the order of planes of 1, 2, 4 and 8 bits, of FP4, of halves of words in planes of 2 and 4 bits, and of trellis codes,
+ * `totals`, their sums over 32, 64 and 128 columns and -12 times those over 16 and 32, and `units`, by 128 columns the
  * value of a 1. For FP8 codes (fp8_rows.h): `scaled`, the numbers times a power of two, and `back`, which undoes it and
  * the codes' own. */
 typedef struct {
     const void *at;
     float *x, *sums[3], *quads, *pairs, *units, *scaled, back;
-    int32_t *totals[5], *fixed[7];
+    int32_t *totals[5], *fixed[8];
 } Prepared;
 
 /* One instruction set's loops for float32 activations (affine_rows.h), BF16 ones (affine_fixed.h), or FP8 codes and both

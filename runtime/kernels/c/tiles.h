@@ -132,9 +132,23 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
     }
 }
 
+/* The next weight of a trellis in units of its scale: next_level of affine_rows.h. */
+INLINE __m512 next_level(const int bits, __m512i state[2], __m512i w, __m512i h) {
+    const __m512i by = _mm512_set1_epi16(TRELLIS_BY), three = _mm512_set1_epi32(3), one = _mm512_set1_epi32(1);
+    state[0] = _mm512_or_si512(_mm512_srli_epi32(state[0], 2), _mm512_slli_epi32(_mm512_and_si512(w, three), 14));
+    __m512i whole = state[0];
+    if (bits == TRELLIS3) {
+        state[1] = _mm512_or_si512(_mm512_srli_epi32(state[1], 1), _mm512_slli_epi32(_mm512_and_si512(h, one), 7));
+        whole = _mm512_xor_si512(whole, state[1]);
+    }
+    const __m512i means = _mm512_avg_epu8(_mm512_mullo_epi16(whole, by), _mm512_mulhi_epu16(whole, by));
+    const __m512i level = _mm512_maddubs_epi16(means, _mm512_set1_epi8(1));
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(TRELLIS_ZERO)));
+}
+
 /* As codes(), but scale * (code - zero) in float32, rounded to BF16, without an outer scale. BF16 holds FP4 codes and
- * MXFP8's times their scales exactly. Of others it is used for so many tokens that scaling
- * their sums takes longer than scaling weights. A word gives a column of 16 rows at a time; two columns are rounded and interleaved. */
+ * MXFP8's times their scales exactly, and trellis codes have no other tiles. Of others it is used for so many tokens that
+ * scaling their sums takes longer than scaling weights. A word gives a column of 16 rows at a time; two columns are rounded and interleaved. */
 INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t *base, int64_t row, int64_t from, int64_t n,
                    uint8_t *out) {
     const int p = low_bits(bits), words = p, width = bits > 8 ? p : bits; /* words of a step in the low plane */
@@ -154,6 +168,11 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
     const __m512 unit = _mm512_set1_ps(1.0f / (1 << (8 - width))), middle = _mm512_set1_ps(-(float)((1 << width) - 1) / 2);
     const __m512i pairs = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                            20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    __m512i state[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()}; /* of a trellis: windows over the codes before */
+    if (is_trellis(bits) && from) {
+        state[0] = _mm512_srli_epi32(_mm512_loadu_si512(low + (from * words - 1) * BLOCK), 16);
+        if (bits == TRELLIS3) state[1] = _mm512_srli_epi32(_mm512_loadu_si512(high + (from - 1) * BLOCK), 24);
+    }
     for (int64_t s = from; s < from + n; s++, out += 2 * TILE) {
         const int64_t g = s * STEP / group;
         __m512 by = scale_row(f, base, block, groups, g);
@@ -172,8 +191,12 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             UNROLL for (int i = 0; i < 16 / words; i++) {
                 __m512 v[2];
                 UNROLL for (int j = 0; j < 2; j++) {
-                    __m512 code = bits == 8 ? byte_code(w) : p == 8 ? e4m3_low(w) : _mm512_permutexvar_ps(w, codes);
-                    if (two_planes(bits)) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far)), h = _mm512_srli_epi32(h, 1);
+                    __m512 code = bits == 8          ? byte_code(w)
+                                  : p == 8           ? e4m3_low(w)
+                                  : is_trellis(bits) ? next_level(bits, state, w, h)
+                                                     : _mm512_permutexvar_ps(w, codes);
+                    if (bits == 3 || bits == 5) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far));
+                    if (two_planes(bits)) h = _mm512_srli_epi32(h, 1);
                     w = _mm512_srli_epi32(w, p);
                     v[j] = _mm512_fmsub_ps(by, code, less);
                 }
@@ -185,7 +208,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
 }
 
 /* Unpack up to 32 rows from `row` on into tiles B; the tiles of the two blocks of rows alternate. */
-#define PANEL(name) \
+#define PANEL(name, more) \
     WIDE static void name##_panel(const Gemm *m, const Form *f, const uint8_t *base, int64_t rows, int64_t row, int64_t from, \
                                   int64_t n, uint8_t *out) { \
         for (int k = 0; k < 2 && row < rows; k++, row += BLOCK, out += TILE) switch (codes_of(f)) { \
@@ -200,11 +223,13 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             case MXFP8: name(MXFP8, m, f, base, row, from, n, out); break; \
             case MXFP4: name(MXFP4, m, f, base, row, from, n, out); break; \
             case NVFP4: name(NVFP4, m, f, base, row, from, n, out); break; \
+            more \
             } \
     }
 
-PANEL(codes)
-PANEL(weights)
+PANEL(codes, )
+PANEL(weights, case TRELLIS2: weights(TRELLIS2, m, f, base, row, from, n, out); break;
+               case TRELLIS3: weights(TRELLIS3, m, f, base, row, from, n, out); break;)
 
 /* Copy 32 rows of a BF16 matrix into tiles A; tiles of the two blocks alternate. Missing rows and columns become 0. */
 WIDE static void copy_panel(const Gemm *m, const uint16_t *weight, int64_t rows, int64_t row, int64_t from, int64_t n,

@@ -12,6 +12,7 @@ import torch
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.bits import bf16_to_float32
 from moepack.pack.codec.released import ReleasedMatrix
+from moepack.pack.codec.trellis import DEVIATION
 from moepack.pack.encodings.base import KNOWN
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.forms import handle, make_forms
@@ -33,10 +34,12 @@ def bf16(values: np.ndarray) -> np.ndarray:
 def random_expert(m: Matrix, version: Version, seed: int) -> AffineMatrix | ReleasedMatrix:
     """Like a trained matrix: scales of one size, some negative; zero points about the middle of the codes."""
     rng = np.random.default_rng(seed)
-    if version.released and version.zero == "none":
+    if version.zero == "none" and not version.trellis:
         return random_released(m, version, rng)
     shape = (m.rows, -(-m.cols // max(version.group_size, 1)))
     values = rng.uniform(0.01, 0.03, shape) * rng.choice([-1, 1, 1, 1], shape)
+    if version.trellis:  # levels go to some hundreds
+        values /= DEVIATION
     scale = values.astype(np.float16).view(np.uint16) if version.scale_dtype == "F16" else bf16(values)
     if version.scale_bits == 8:  # five bits of mantissa, none negative, some over a hundred times as small
         scale = np.where(rng.random(shape) < 0.03, bf16(np.array(0.0002)), scale) & np.uint16(0x7FFC)
@@ -162,4 +165,5 @@ def activations(n: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.T
 # Every encoding of a released checkpoint that is read in a way of its own, in every group size
 RELEASED = [Version.of(e.name, size) for e in KNOWN if e.released and e.kernel > 16 for size in e.group_sizes or (0,)]
 SMALL = [Version.of(name, g, scale_bits=8) for name, g in (("w8", 64), ("w4", 64), ("w3", 128), ("w2", 32), ("w1", 64))]
+TRELLIS = [Version.of(name, 128, scale_bits=bits).at(1) for name in ("t3", "t2d3", "t2") for bits in (16, 8)]
 VERSIONS = [Version.of("bf16"), *(Version.of(f"w{b}", g) for b, g in ((4, 128), (3, 64), (2, 32), (1, 64)))]

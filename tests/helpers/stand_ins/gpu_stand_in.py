@@ -24,10 +24,9 @@ from moepack.pack.codec.exponent import coded_size
 from moepack.pack.errors import CodecError
 from moepack.pack.spec import Version
 from moepack.runtime.devices import cuda, torch_cuda
-from moepack.runtime.experts import backends, handles
+from moepack.runtime.experts import backends
 from moepack.runtime.experts import gpu as gpu_module
 from moepack.runtime.kernels import affine_triton, exponent_triton
-from moepack.runtime.kernels.forms import compiled
 from moepack.runtime.store.cudart import Cudart
 
 PLAIN = Version.of("bf16").kernel
@@ -181,7 +180,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch, real_products: bool = False):
     if not knobs.runtime.interpret:
         pytest.skip("kernels are compiled for this machine's GPU: CUDA_VISIBLE_DEVICES= runs this on a stand-in")
     monkeypatch.setattr(backends, "backend", lambda device: "triton")
-    monkeypatch.setattr(handles, "compiled", lambda versions, device: compiled(versions, "cuda"))
     monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")  # trials of norms and routers take the interpreter seconds
     monkeypatch.setattr(backends, "native_layer", lambda *args: None)
     if not real_products:

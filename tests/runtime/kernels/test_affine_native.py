@@ -15,6 +15,7 @@ from expert_layers import (
     RELEASED,
     SMALL,
     TOLERANCE,
+    TRELLIS,
     VERSIONS,
     activations,
     expected,
@@ -46,6 +47,7 @@ PACKED = [
     *MIXED,
     *RELEASED,
     *SMALL,
+    *TRELLIS,
     *(Version.of(f"w{bits}", 64, symmetric=True) for bits in (8, 4, 3, 2)),
     Version.of("int4fp16", 32, symmetric=True),
 ]
@@ -100,7 +102,7 @@ def use_tiles(level):
 def test_tiles_against_float64(version, level):
     """Every shape, with slots that leave tiles and batches of 512 unfilled.
 
-    Of many tokens weights are rounded to BF16: float32 results hold to the one or the other.
+    Of many tokens, and of trellis codes, weights are rounded to BF16: float32 results hold to the one or the other.
     """
     use_tiles(level)
     for k, (rows, cols) in enumerate(SHAPES):
@@ -117,7 +119,8 @@ def test_tiles_against_float64(version, level):
             mine = np.flatnonzero((index[:, 0] == e).numpy())
             for batch in (mine[:512], mine[512:]):
                 got = [relative(out[batch], want[batch]) for want in (exact, rounded) if len(batch)]
-                assert min(got[: 1 if len(batch) <= 16 else 2], default=0) <= 1e-5, (rows, cols, e)
+                few = len(batch) <= 16 and not version.trellis
+                assert min(got[: 1 if few else 2], default=0) <= 1e-5, (rows, cols, e)
         assert relative(short, exact) <= 4e-3, (rows, cols)
 
 
@@ -154,7 +157,9 @@ def test_five_versions_in_one_call(level):
         assert (out[absent] == 7).all() and relative(out[~absent], want[~absent]) <= 1e-5
 
 
-@pytest.mark.parametrize("versions", [VERSIONS, list({v.name: v for v in RELEASED}.values())], ids=["own", "released"])
+@pytest.mark.parametrize(
+    "versions", [VERSIONS, list({v.name: v for v in [*RELEASED, *TRELLIS]}.values())], ids=["own", "others"]
+)
 def test_neither_threads_nor_company_change_a_bit(versions):
     layer = make_layer(Matrix("m", 200, 300), versions, [e % len(versions) for e in range(20)])
     index = torch.randint(0, 20, (9, 4), generator=torch.Generator().manual_seed(1))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from expert_layers import RELEASED, SMALL, activations, make_layer, native, product
+from expert_layers import RELEASED, SMALL, TRELLIS, activations, make_layer, native, product
 
 from moepack.pack.spec import Matrix, Version
 
@@ -27,10 +27,14 @@ def hard(n, cols):
 
 WHOLE = [Version.of(f"w{b}", size) for b in (8, 4, 3, 2, 1) for size in (128, 64, 32)]
 WHOLE += [Version.of(f"w{b}", 64, symmetric=True) for b in (8, 4, 3, 2)]
-WHOLE += [*(v for v in RELEASED if v.bits == 4 or v.zero == "stored"), *SMALL]  # FP8 codes are multiplied as floats
+WHOLE += [
+    *(v for v in RELEASED if v.bits == 4 or v.zero == "stored"),
+    *SMALL,
+    *TRELLIS,
+]  # FP8 codes are multiplied as floats
 
 
-@pytest.mark.parametrize("version", WHOLE, ids=lambda v: f"{v.name}-{v.group_size}")
+@pytest.mark.parametrize("version", WHOLE, ids=lambda v: f"{v.name}-{v.group_size}-{v.scale_bits}")
 def test_every_level_makes_the_same_bits(version):
     """One token, and as many as take all tile sizes."""
     for k, (rows, cols) in enumerate(SHAPES):

@@ -89,21 +89,29 @@ def fix_scale(scale: Tensor, bits: int = 16) -> Tensor:
     return torch.where(scale == 0, tiny, scale).to(torch.bfloat16)
 
 
+def least_beside(scale: Tensor) -> Tensor:
+    """The least scale that a byte holds beside the greatest of 16 rows: float32 [.., rows, 1], of scales [.., rows, n].
+
+    A byte has eight powers of two (FORMAT.md, "Scales of a byte").
+    """
+    rows = scale.shape[-2]
+    blocks = torch.nn.functional.pad(scale.amax(-1), (0, -rows % BLOCK_ROWS)).unflatten(-1, (-1, BLOCK_ROWS))
+    exponent = torch.frexp(blocks.amax(-1))[1] - 8  # the greatest is in [2^7, 2^8) of the least
+    least = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent)
+    return least.repeat_interleave(BLOCK_ROWS, -1)[..., :rows, None]
+
+
 def raised(weight: Tensor, q: Quantised, version: Version) -> Quantised:
     """Raise scales of a byte that are too small beside the greatest of their 16 rows, and round their weights anew.
 
-    A byte has eight powers of two (FORMAT.md, "Scales of a byte"). Zero points there become whole codes, so that zeros
-    stay zeros. `weight` is float32 [experts, rows, cols].
+    Zero points there become whole codes, so that zeros stay zeros. `weight` is float32 [experts, rows, cols].
     """
     scale = q.scale.float()
-    rows = scale.shape[1]
-    blocks = torch.nn.functional.pad(scale.amax(-1), (0, -rows % BLOCK_ROWS)).unflatten(-1, (-1, BLOCK_ROWS))
-    exponent = torch.frexp(blocks.amax(-1))[1] - 8  # the greatest is in [2^7, 2^8) of the least
-    least = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), exponent).repeat_interleave(BLOCK_ROWS, -1)
-    few = scale < least[:, :rows, None]
+    least = least_beside(scale)
+    few = scale < least
     if not few.any():
         return q
-    larger = scale.maximum(least[:, :rows, None]).to(torch.bfloat16)
+    larger = scale.maximum(least).to(torch.bfloat16)
     zero = q.zero
     if zero is not None:
         top = (1 << version.bits) - 1

@@ -6,6 +6,7 @@ from typing import Any
 
 Rows = Any  # a NumPy array or a torch tensor of integers, [..., cols]
 
+MEMORY = 8  # codes of a state
 FACTOR = 26059  # of 24 tried, the odd number below 2^15 whose levels of all states leave the least error
 ZERO = 217  # the mean of all states' levels: the zero point of every group
 DEVIATION = 65.59  # the levels' standard deviation

@@ -71,10 +71,15 @@ def test_every_instruction_set_chooses_torch_s_codes(monkeypatch):
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (bits, level)
 
 
-def case(cols=256, rows=96):
-    """Correlated inputs whose columns differ in size, and weights with heavy tails."""
+def case(cols=256, rows=96, kind="heavy tails"):
+    """Correlated inputs whose columns differ in size, and weights with heavy tails; or few inputs that are larger."""
     made = torch.Generator().manual_seed(1)
-    weight = torch.randn(2, rows, cols, generator=made) * torch.exp(0.5 * torch.randn(2, rows, cols, generator=made))
+    weight = torch.randn(2, rows, cols, generator=made)
+    if kind == "large inputs":
+        x = torch.randn(4 * cols, cols, generator=made)
+        x[:, 37::64] *= 16
+        return weight, (x.T @ x / len(x)).repeat(2, 1, 1)
+    weight *= torch.exp(0.5 * torch.randn(2, rows, cols, generator=made))
     mix = torch.randn(cols, cols, generator=made) / cols**0.5 + 0.5 * torch.eye(cols)
     x = torch.randn(4 * cols, cols, generator=made) @ mix * torch.exp(torch.randn(cols, generator=made))
     return weight, (x.T @ x / len(x)).repeat(2, 1, 1)
@@ -86,11 +91,13 @@ def lost(name, weight, moments, scale_bits=8):
     return float(((error @ moments) * error).sum() / ((weight @ moments) * weight).sum())
 
 
-@pytest.mark.parametrize(("ours", "theirs", "most"), [("t2", "w2", 0.5), ("t3", "w3", 0.45)])
-def test_experts_lose_less_than_by_affine_codes(ours, theirs, most):
-    """At fewer bits: t2 has 2.06 and w2 2.19."""
-    weight, moments = case()
-    assert lost(ours, weight, moments) < most * lost(theirs, weight, moments)
+@pytest.mark.parametrize("kind", ["heavy tails", "large inputs"])
+@pytest.mark.parametrize(("ours", "theirs"), [("t2", "w2"), ("t3", "w3")])
+def test_experts_lose_less_than_by_affine_codes(ours, theirs, kind):
+    """At fewer bits: t2 has 2.06 and w2 2.19. Scales that are fitted group by group, or by costs, fail here."""
+    weight, moments = case(kind=kind)
+    ratio = lost(ours, weight, moments) / lost(theirs, weight, moments)
+    assert ratio < {"heavy tails": 0.3, "large inputs": 0.55}[kind], ratio
 
 
 def test_normal_numbers_lose_what_the_page_says():

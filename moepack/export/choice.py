@@ -78,8 +78,9 @@ def named(bundle: Bundle, target: Target, bits: str | None) -> str:
         raise InputError(f"--to {target.name}: say what to export, by --bits, --map or --fit: {some}")
     name = bits
     if bits.isdecimal():
-        wide = f"w{bits}d{int(bits) + 1}"  # with a bit more for down, as in the default recipe
-        name = wide if wide in here and f"w{bits}" not in here else f"w{bits}"
+        more = int(bits) + 1  # for down, as in the default recipe
+        every = (f"w{bits}", f"w{bits}d{more}", f"t{bits}", f"t{bits}d{more}")
+        name = next((version for version in every if version in here), every[0])
     if name not in here:
         raise InputError(f"{bundle.path}: --bits {bits}: has no version {name!r}: here are {', '.join(here)}")
     return name

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -11,6 +12,7 @@ from support import NATIVE, build_from, cli, ok, refused
 from transformers import AutoModelForCausalLM
 
 from moepack.export import Wanted, export, export_checkpoint
+from moepack.export.choice import named
 from moepack.export.targets import TARGETS
 from moepack.pack.errors import TargetError
 from moepack.pack.reader import open_bundle
@@ -80,6 +82,21 @@ def test_a_dry_run_writes_nothing(bundle, tmp_path):
     made = json.loads(ok(cli(*command)))
     assert made.pop("files") == ["model.safetensors"] and dry.pop("files") == [] and made == dry
     assert made["bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("bits", "here", "name"),
+    [
+        ("4", "w4d5 w4", "w4"),
+        ("3", "t3 w3d4", "w3d4"),
+        ("3", "t3 t2", "t3"),
+        ("2", "t2d3", "t2d3"),
+        ("t2", "t2 w2", "t2"),
+    ],
+)
+def test_what_bits_mean(bits, here, name):
+    versions = [SimpleNamespace(name=version) for version in here.split()]
+    assert named(SimpleNamespace(path="b", versions=versions), TARGETS["checkpoint"], bits) == name
 
 
 @pytest.mark.parametrize(

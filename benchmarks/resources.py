@@ -65,13 +65,7 @@ SMALL = (  # with scales of a byte, for BF16 activations
     ("w1d2/8", 128), ("t2d3/8", 128),
 )  # fmt: skip
 BIASED = (("mxfp4", 32), ("w3", 64), ("w2", 64), ("w1", 64))  # gpt-oss's, whose gate is its own
-DENSE = (
-    ("w8", 128),
-    ("w4", 128),
-    ("mxfp4", 32),
-    ("fp8", 128),
-    ("t3", 128),
-)  # in which matrices outside the experts are served
+DENSE = (("w8", 128), ("w4", 128), ("mxfp4", 32), ("fp8", 128))  # in which matrices outside the experts are served
 # The most instructions for a weight of BF16 activations' products, so that an H100 waits for bytes at 3.35 TB/s; for
 # trellis codes it waits for these.
 CEILINGS = {"w8": 3.0, "w4": 4.5, "w3": 5.0, "w2": 2.5, "w1": 2.5, "mxfp4": 4.5, "bf16": 1.5, "t3": 17.0, "t2": 13.5}

@@ -89,7 +89,7 @@ METHODS: tuple[Method, ...] = (
         fallbacks=_FALLBACKS,
         library=Library("gptqmodel", "7.7", extra="gptqmodel"),
     ),
-    Method("trellis", in_file("trellis"), needs_moments=True, named=False, takes_zeros=True),  # trellis versions of all
+    Method("trellis", in_file("trellis"), needs_moments=True, named=False),  # trellis versions, whatever is named
 )
 
 

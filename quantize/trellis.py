@@ -33,17 +33,11 @@ EDGE = 1.8
 SHARES = (1.1, 1.2, 1.35, 1.5, 1.75, 2.1, 2.5, 3.0, 3.5)
 
 
-def quantise_widths(
-    weight: Tensor, moments: Tensor | None, versions: Sequence[Version], zeros: str = ""
-) -> dict[Version, Quantised]:
-    """Quantise a batch of experts to trellis versions; see `methods.quantise_all`.
-
-    Without moments, columns count alike. `zeros` is of no consequence: these codes have no zero points.
-    """
+def quantise_widths(weight: Tensor, moments: Tensor, versions: Sequence[Version]) -> dict[Version, Quantised]:
+    """Quantise a batch of experts to trellis versions; see `methods.quantise_all`."""
     made: dict[Version, list[Quantised]] = {v: [] for v in versions}
     for expert, matrix in enumerate(weight):
-        own = torch.eye(matrix.shape[1], device=weight.device) if moments is None else moments[expert]
-        factored = factor(own[None], 1)  # columns stay in their order, in which states are made
+        factored = factor(moments[expert : expert + 1], 1)  # columns stay in their order, in which states are made
         largest = matrix.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
         unit = 2.0 ** torch.floor(torch.log2(largest))  # a power of two, so that scaling does not round
         for version, parts in made.items():
@@ -60,17 +54,20 @@ def scales(weight: Tensor, factored: Factored, version: Version) -> Tensor:
     They are chosen before any code, because the codes at a group's end are chosen for the levels behind it.
     """
     cost = factored.weight[0]
-    shares = torch.tensor(SHARES, device=weight.device)
+    times = torch.tensor(SHARES, device=weight.device)
     out = []
     for start in range(0, weight.shape[1], version.group_size):
         block = weight[:, start : start + version.group_size]
         share = cost[start : start + version.group_size]
         share = share / share.mean()
         deviation = block.square().mean(1).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-        size = (block.abs() / deviation[:, None])[..., None]
-        beyond = (size - EDGE * shares).clamp(min=0).square()
-        wrong = ERROR[version.bits] * shares.square() + (beyond * share[:, None]).mean(1)
-        out.append(deviation * shares[wrong.argmin(1)] / trellis.DEVIATION)
+        size = block.abs() / deviation[:, None]
+        wrong = []
+        for by in SHARES:
+            beyond = (size - EDGE * by).clamp_(min=0).square_().mul_(share).mean(1)
+            wrong.append(beyond + ERROR[version.bits] * by**2)
+        best = torch.stack(wrong).argmin(0)
+        out.append(deviation * times[best] / trellis.DEVIATION)
     scale = fix_scale(torch.stack(out, 1), version.scale_bits).float()
     if version.scale_bits == 8:
         scale = scale.maximum(least_beside(scale))

@@ -18,6 +18,10 @@ KEPT = 8  # bits of the last codes that tell survivors apart
 NEVER = 1e30  # the cost of a beginning that is none
 LONGEST = 64  # columns of a search
 PART = 64  # rows that torch searches at once: 4 MiB of targets
+SLOW = (
+    "torch searches for the codes of t3, t2d3 and t2, which takes about 50 times as long as the compiled search does: "
+    "install moepack again where there is a C compiler"
+)
 PATH = Path(__file__).with_name("_search.so")  # installing builds it where there is a compiler (setup.py)
 
 
@@ -129,11 +133,17 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = trials.open_library(PATH, PATH.parent / "c")
     except OSError:
+        trials.log.warning(SLOW)
         return None
     library.moepack_search.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3]
     library.moepack_search.restype = None
     library.moepack_search_level.restype = ctypes.c_int64
     return library
+
+
+def compiled() -> bool:
+    """Whether the compiled library searches on a CPU; without it, SLOW says what that costs."""
+    return _level() is not None
 
 
 @cache

@@ -43,6 +43,7 @@ def doctor(directory: Path | None = None) -> JsonObject:
     import psutil
 
     from moepack.pack import trials
+    from moepack.quantize import trellis_search
     from moepack.runtime.experts import backends
 
     problems: list[str] = []
@@ -59,6 +60,8 @@ def doctor(directory: Path | None = None) -> JsonObject:
         remedy = f"pip install 'triton>={_LIBRARIES['triton']}', and install gcc"
         problems.append(f"Triton, which runs experts on a GPU, does not run here ({why}): {remedy}")
     cpu = _cpu()
+    if not trellis_search.compiled():
+        problems.append(trellis_search.SLOW)
     problems += [f"{library} is not used: {why}" for library, why in trials.faults.items()]
     return {
         "python": platform.python_version(),

@@ -14,7 +14,7 @@ from moepack.runtime.dense.packed import PackedLinear, joined
 from moepack.runtime.kernels import forms, reference
 
 WIDTHS = [Version.of(*w) for w in (("w8", 128), ("w4", 64), ("w3", 32), ("w2", 64), ("w1", 128))]
-VERSIONS = WIDTHS + [Version.of("t3"), Version.of("t2")] + list({v.name: v for v in RELEASED}.values())
+VERSIONS = WIDTHS + list({v.name: v for v in RELEASED}.values())
 # Of what a result is rounded to; the interpreter cuts BF16 numbers off, where a device rounds.
 LEAST = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}
 

@@ -22,7 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-LIBRARIES = frozenset({"moepack/pack/codec/_exponent.so", "moepack/runtime/kernels/_affine.so"})
+LIBRARIES = frozenset(
+    f"moepack/{name}.so" for name in ("pack/codec/_exponent", "quantize/_search", "runtime/kernels/_affine")
+)
 KINDS = (".py", ".md", ".yaml", ".c", ".h", ".html", ".typed")
 MOST = 4 << 20  # bytes of a wheel: three times today's; an example, a picture or a bundle in it would be beyond
 # Folders that a build runs in: what stands in a library of one machine means nothing on another.

@@ -51,6 +51,8 @@ def search(bits: int, columns: Columns, state: Tensor) -> tuple[Tensor, Tensor]:
     """
     if columns.targets.device.type == "cpu" and (level := _level()) is not None:
         return _compiled(bits, columns, state, level)
+    if columns.targets.device.type == "cpu":
+        _warn()
     parts = []
     for start in range(0, len(state), PART):
         rows = slice(start, start + PART)
@@ -133,12 +135,16 @@ def _library() -> ctypes.CDLL | None:
     try:
         library = trials.open_library(PATH, PATH.parent / "c")
     except OSError:
-        trials.log.warning(SLOW)
         return None
     library.moepack_search.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3]
     library.moepack_search.restype = None
     library.moepack_search_level.restype = ctypes.c_int64
     return library
+
+
+@cache
+def _warn() -> None:
+    trials.log.warning(SLOW)
 
 
 def compiled() -> bool:

@@ -7,13 +7,13 @@ from typing import Any
 Rows = Any  # a NumPy array or a torch tensor of integers, [..., cols]
 
 MEMORY = 8  # codes of a state
-FACTOR = 26059  # of 24 tried, the odd number below 2^15 whose levels of all states leave the least error
+FACTOR = 26059  # of 44 tried, the odd number below 2^15 whose levels of all states leave the least error
 ZERO = 217  # the mean of all states' levels: the zero point of every group
 DEVIATION = 65.59  # the levels' standard deviation
 
 
 def level_of(state: Rows) -> Rows:
-    """The level of each state, 16 bits in integers of at least 32: nearly normal numbers from 0 to 434.
+    """The level of each state, 16 bits in integers of at least 32: nearly normal numbers from 0 to 423.
 
     A product of 16 by 16 bits has four bytes. A level is the mean of bytes 0 and 2 and that of bytes 1 and 3, each
     rounded up, added: what instructions on numbers of 16 and 8 bits make of 16 weights at a time.

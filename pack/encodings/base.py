@@ -64,9 +64,8 @@ class Version(ABC):
     # Whether the stored size depends on the values. Such a version is decoded on its device, or stays as it is stored.
     entropy_coded: ClassVar[bool] = False
     by_matrix: ClassVar[bool] = False  # whether an expert's matrices differ in bits (`at`); no dense matrix has it
-    trellis: ClassVar[bool] = (
-        False  # whether a weight depends on the codes before it; no dense matrix has such a version
-    )
+    # Whether a weight depends on the codes before it. No dense matrix has such a version.
+    trellis: ClassVar[bool] = False
     plain: ClassVar[bool] = False  # whether memory holds BF16 matrices (section "weight") that torch can use
     matrix_boundary: ClassVar[int] = SECTION  # alignment of a matrix's begin in memory
     extent_boundary: ClassVar[int] = PAGE  # alignment of an extent's end in memory

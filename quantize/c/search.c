@@ -177,7 +177,9 @@ AVX2 INLINE void advance_avx2(const int bits, float weight, const Survivors *fro
                 const __m256 new_first = _mm256_add_ps(old_first, _mm256_mul_ps(_mm256_mul_ps(first, first), by));
                 const __m256 new_second = _mm256_add_ps(old_second, _mm256_mul_ps(_mm256_mul_ps(second, second), by));
                 if (t == 0) {
-                    cost[s] = new_first, cost[ways + s] = new_second, wrong[s] = first, wrong[ways + s] = second, low[s] = own_low, high[s] = own_high;
+                    cost[s] = new_first, cost[ways + s] = new_second;
+                    wrong[s] = first, wrong[ways + s] = second;
+                    low[s] = own_low, high[s] = own_high;
                     continue;
                 }
                 const __m256 less_first = _mm256_cmp_ps(new_first, cost[s], _CMP_LT_OQ);

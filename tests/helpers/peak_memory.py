@@ -89,7 +89,7 @@ def batch(method: str) -> dict[str, int]:
     refine = method == "refine"
     versions = tuple(Version.of(name, 64) for name in ("w4", "w2"))
     if refine:
-        versions = tuple(Version.of(name, scale_bits=8) for name in ("w4d5", "w3d4", "w2d3", "w1d2"))
+        versions = tuple(Version.of(name, scale_bits=8) for name in ("w4d5", "w3d4", "t2d3", "w1d2"))
 
     def run(experts: int) -> dict[str, int]:
         g = torch.Generator().manual_seed(0)

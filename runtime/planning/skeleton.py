@@ -9,15 +9,18 @@ attention on a CPU, for which it is known.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.moe import ExpertsInterface
@@ -26,8 +29,10 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
+from moepack.runtime.kernels.by_torch import bytes_beside
 from moepack.runtime.kv.forms import PLAIN_KV
 from moepack.runtime.kv.growing import layer_bits, new_cache
+from moepack.runtime.kv.latents import MAP, SHARE_BF16, expanded_bytes, heads_at_once, most_absorbed, wide
 from moepack.runtime.kv.sizes import cache_bytes, sliding_window, storages
 
 from .fixed import KvShape
@@ -160,10 +165,12 @@ class Probe:
         device: torch.device,
         mode: FakeTensorMode | None = None,
         kv: str = PLAIN_KV,
+        expands: bool = False,
     ) -> None:
         """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`.
 
-        `kv` is the form of caches (kv/forms.py).
+        `kv` is the form of caches (kv/forms.py). Latent layers `expands` keys and values of all heads at once, as the
+        family's code does, or else are served by the kernels.
         """
         self.model: Any = model
         self.calls = 0
@@ -175,6 +182,9 @@ class Probe:
         for layer in layers:
             module: Any = model.get_submodule(layer.module)
             module._moepack_probe = layer, kind
+        if mode is not None and kind == "native" and backends.serves_dense() and not expands:
+            for module in latent_layers(model):
+                module.expand_kv = functools.partial(_unexpanded, module)
 
     def kv_shape(self) -> KvShape:
         """Measure how a sequence's cache grows; a model without a cache has a shape without parts."""
@@ -259,7 +269,7 @@ class Probe:
             for config, _ in configs.values():
                 config._experts_implementation_internal = IMPLEMENTATION
             # Not inference mode, in which composite operations are not decomposed.
-            with self._mode, torch.no_grad(), LiveBytes(self.model) as live:
+            with self._mode, torch.no_grad(), _AttentionOverLatents(), LiveBytes(self.model) as live:
                 yield live
         finally:
             for config, before in configs.values():
@@ -279,6 +289,73 @@ def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
         found.append((name, type(module), *sorted(map(repr, plain.items()))))
         found += [(n, t.shape, t.dtype) for n, t in tensors]
     return tuple(found)
+
+
+def latent_layers(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the attention modules of a model that make keys and values from latents and attend by "sdpa"."""
+    for module in model.modules():
+        is_latent = hasattr(type(module), "expand_kv") and MAP in module._modules
+        if is_latent and getattr(module.config, "_attn_implementation", None) == "sdpa":
+            yield module
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The numbers of a latent and of its part with positions, and of a head's key from the latent and its value."""
+
+    rank: int
+    rotated: int
+    first: int
+    second: int
+    coded: bool
+
+
+def _unexpanded(module: Any, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the shapes of keys and values of all heads, which take no memory (`_AttentionOverLatents`)."""
+    batch, _, length, rotated = turned.shape
+    coded = type(latent) not in (Tensor, FakeTensor)
+    sizes = _Sizes(latent.shape[3], rotated, module.qk_nope_head_dim, module.v_head_dim, coded)
+    heads = module._modules[MAP].out_features // (sizes.first + sizes.second)
+    nothing = torch.empty(1, dtype=turned.dtype, device=turned.device)
+    keys: Any = nothing.expand(batch, heads, length, sizes.first + rotated)
+    keys._moepack_latents = sizes
+    return keys, nothing.expand(batch, heads, length, sizes.second)
+
+
+class _AttentionOverLatents(TorchFunctionMode):
+    """Allocates, for keys of `_unexpanded`, what attention over latents does (dense/latent.py)."""
+
+    def __torch_function__(
+        self, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch's, or allocate in its place."""
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            sizes = getattr(args[1], "_moepack_latents", None)
+            if sizes is not None:
+                return _over_latents(args[0], args[1].shape[2], sizes)
+        return function(*args, **(kwargs or {}))
+
+
+def _over_latents(query: Tensor, length: int, sizes: _Sizes) -> Tensor:
+    """Allocate the most that either way of attention takes; return a result, [batch, heads, tokens, second]."""
+    batch, heads, tokens, _ = query.shape
+    item = query.element_size()
+    first, rotated, second, rank = sizes.first, sizes.rotated, sizes.second, sizes.rank
+    expanded = expanded_bytes(batch * length, first, rotated, second, item)
+    some = heads_at_once(heads, expanded)
+    packed = 2 * batch * length * wide(first, rotated, second) * item  # by torch's kernel, of a head's keys and values
+    copied = 0  # numbers of coded latents beside a copy of their codes, or several sequences' latents in one matrix
+    if sizes.coded or batch > 1:
+        copied = batch * length * (rank + rotated) * (item + 2 * sizes.coded)
+    by_heads = some * (expanded + packed) + copied + bytes_beside(batch * length, rank)
+    by_heads += batch * tokens * heads * second * item  # results of some heads, before they are joined
+    absorbed = 0
+    if tokens <= most_absorbed(rank, first, rotated, second, SHARE_BF16):
+        absorbed = batch * tokens * heads * (first + 2 * rank + second) * item
+    beside = query.new_empty(max(by_heads, absorbed), dtype=torch.uint8)
+    out = query.new_empty(batch, heads, tokens, second)
+    del beside
+    return out
 
 
 def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

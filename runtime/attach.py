@@ -169,8 +169,8 @@ def _held_back(
     device = devices[0]
     taken = 0
     unserved = (m for m in latent_layers(model) if getattr(m, "_moepack_latent", None) is None)
-    expands = device.type == "cpu" and next(unserved, None) is not None
-    needs, _ = measure(bundle, model.config, model.dtype, device, workload, expands)
+    own = device.type == "cpu" and next(unserved, None) is not None
+    needs, _ = measure(bundle, model.config, model.dtype, device, workload, own)
     activations = needs.activations
     if device.type == "cuda":
         activations = max(activations, on_cuda(model, bundle.layers, device, needs)) + graphs.wanted() * graphs.MEMORY

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
-from moepack.runtime.kernels.by_torch import bytes_beside
+from moepack.runtime.kernels.by_torch import attend_by_groups, bytes_beside
 from moepack.runtime.kv.forms import PLAIN_KV
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.latents import MAP, SHARE_BF16, expanded_bytes, heads_at_once, most_absorbed, wide
@@ -165,12 +166,12 @@ class Probe:
         device: torch.device,
         mode: FakeTensorMode | None = None,
         kv: str = PLAIN_KV,
-        expands: bool = False,
+        own: bool = False,
     ) -> None:
         """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`.
 
-        `kv` is the form of caches (kv/forms.py). Latent layers `expands` keys and values of all heads at once, as the
-        family's code does, or else are served by the kernels.
+        `kv` is the form of caches (kv/forms.py). Attention takes what the kernels' does, or what the family's `own`
+        code does.
         """
         self.model: Any = model
         self.calls = 0
@@ -182,9 +183,16 @@ class Probe:
         for layer in layers:
             module: Any = model.get_submodule(layer.module)
             module._moepack_probe = layer, kind
-        if mode is not None and kind == "native" and backends.serves_dense() and not expands:
-            for module in latent_layers(model):
-                module.expand_kv = functools.partial(_unexpanded, module)
+        if mode is not None and kind == "native" and backends.serves_dense() and not own:
+            self._as_served()
+
+    def _as_served(self) -> None:
+        """Let attention take what the kernels' does, and not what the family's own code does."""
+        for module in latent_layers(self.model):
+            module.expand_kv = functools.partial(_unexpanded, module)
+        for module in self.model.modules():
+            if getattr(module, "num_key_value_groups", 1) > 1 and _attends_by_sdpa(module):
+                module.num_key_value_groups = 1  # so that keys reach `_ServedAttention` uncopied
 
     def kv_shape(self) -> KvShape:
         """Measure how a sequence's cache grows; a model without a cache has a shape without parts."""
@@ -269,7 +277,7 @@ class Probe:
             for config, _ in configs.values():
                 config._experts_implementation_internal = IMPLEMENTATION
             # Not inference mode, in which composite operations are not decomposed.
-            with self._mode, torch.no_grad(), _AttentionOverLatents(), LiveBytes(self.model) as live:
+            with self._mode, torch.no_grad(), _ServedAttention(), LiveBytes(self.model) as live:
                 yield live
         finally:
             for config, before in configs.values():
@@ -294,9 +302,15 @@ def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
 def latent_layers(model: torch.nn.Module) -> Iterator[Any]:
     """Yield the attention modules of a model that make keys and values from latents and attend by "sdpa"."""
     for module in model.modules():
-        is_latent = hasattr(type(module), "expand_kv") and MAP in module._modules
-        if is_latent and getattr(module.config, "_attn_implementation", None) == "sdpa":
+        if hasattr(type(module), "expand_kv") and MAP in module._modules and _attends_by_sdpa(module):
             yield module
+
+
+def _attends_by_sdpa(module: Any) -> bool:
+    """Whether a module asks transformers' table for its attention function, and gets "sdpa"."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    by_name = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return by_name and getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +325,7 @@ class _Sizes:
 
 
 def _unexpanded(module: Any, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the shapes of keys and values of all heads, which take no memory (`_AttentionOverLatents`)."""
+    """Return the shapes of keys and values of all heads, which take no memory (`_ServedAttention`)."""
     batch, _, length, rotated = turned.shape
     coded = type(latent) not in (Tensor, FakeTensor)
     sizes = _Sizes(latent.shape[3], rotated, module.qk_nope_head_dim, module.v_head_dim, coded)
@@ -322,18 +336,27 @@ def _unexpanded(module: Any, latent: Tensor, turned: Tensor) -> tuple[Tensor, Te
     return keys, nothing.expand(batch, heads, length, sizes.second)
 
 
-class _AttentionOverLatents(TorchFunctionMode):
-    """Allocates, for keys of `_unexpanded`, what attention over latents does (dense/latent.py)."""
+class _ServedAttention(TorchFunctionMode):
+    """Allocates what served attention does for keys of `_unexpanded` (dense/latent.py), and keys that heads share."""
 
     def __torch_function__(
         self, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call a function of torch's, or allocate in its place."""
+        given = dict(kwargs or {})
         if function is torch.nn.functional.scaled_dot_product_attention:
-            sizes = getattr(args[1], "_moepack_latents", None)
+            query, key, value = args[:3]
+            sizes = getattr(key, "_moepack_latents", None)
             if sizes is not None:
-                return _over_latents(args[0], args[1].shape[2], sizes)
-        return function(*args, **(kwargs or {}))
+                return _over_latents(query, key.shape[2], sizes)
+            mask = given.get("attn_mask")
+            if mask is None and query.shape[2] == 1 and query.dtype == torch.bfloat16:
+                return query.new_empty(*query.shape[:3], value.shape[3])  # by the kernel, from keys where they are
+            if query.shape[1] != key.shape[1] and not given.get("enable_gqa"):
+                if mask is not None:
+                    return attend_by_groups(query, key, value, mask)
+                given["enable_gqa"] = True
+        return function(*args, **given)
 
 
 def _over_latents(query: Tensor, length: int, sizes: _Sizes) -> Tensor:

@@ -572,7 +572,10 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
         return out.reshape(1, 1, -1, v.shape[3])
     grouped = q.shape[1] != heads
     if grouped and mask is not None:
-        return attend_by_groups(q, k, v, mask[None, None], scaling).transpose(1, 2)
+        if q.device.type == "cpu":
+            return attend_by_groups(q, k, v, mask[None, None], scaling).transpose(1, 2)
+        k, v = (t.repeat_interleave(q.shape[1] // heads, dim=1) for t in (k, v))
+        grouped = False
     out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
     )

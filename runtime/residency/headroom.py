@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moepack.runtime.planning.budget import BudgetTracker
-from moepack.runtime.policies.contract import Key
 
 from .pools import Pool
 from .residency import Residency
@@ -56,15 +55,15 @@ class Headroom:
         """
         residency = self._residency
         with residency.lock:
-            size = residency.spare_bytes + sum(self._cost(key, version) for key, version in residency.leaving)
+            size = residency.spare_bytes + sum(residency.cost(key, version) for key, version in residency.leaving)
             for key in [*residency.flying, *residency.ready]:
                 entry = residency.entries[key]
                 version = entry.flying.version if entry.flying else entry.ready
                 assert version is not None
-                coming = self._cost(key, version)
+                coming = residency.cost(key, version)
                 if version == residency.source and residency.source_of(key) is not None:
                     continue
-                freed = self._cost(key, entry.active)
+                freed = residency.cost(key, entry.active)
                 if entry.active == residency.source and version < entry.active:
                     freed = 0
                 size += coming if entry.coming is None else min(coming, freed)
@@ -102,11 +101,6 @@ class Headroom:
                 if max(residency.size(position, entry.active), residency.size(position, coming)) > least:
                     return True
             return False
-
-    def _cost(self, key: Key, version: int) -> int:
-        """Return the bytes that a version of an expert adds; a base version that always stays in memory adds 0."""
-        residency = self._residency
-        return 0 if residency.keeps_base and version == residency.base else residency.size(key[0], version)
 
     def make_block(self, pool: Pool) -> bool:
         """Let a pool have one more free block, from unused memory; return whether that succeeded.

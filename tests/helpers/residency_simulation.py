@@ -249,19 +249,22 @@ class Simulation:
                 elif tensor[0] == pattern(key, version) and not tensor[-1]:
                     wrong = "1: a half-copied version is seen"
                 raise Violation(f"{wrong}: version {version} of {key}")
-        above = any(self.pages(v) > self.pages(e.base) for e in self.residency.entries.values() for v in e.complete)
+        above = any(
+            self.pages(v) > self.pages(self.kind.base) for e in self.residency.entries.values() for v in e.complete
+        )
         if above and self.transitions.headroom.can_lessen() and self.transitions.headroom.settled() < 0:
             raise Violation("8: what is kept for demotions was given away")
         spare = self.residency._spare
         for key, entry in self.residency.entries.items():
             if self.residency.active[key[0]][key[1]] != entry.active:
                 raise Violation(f"9: {key} is noted at another version than it is served with")
-            needed = {entry.active, entry.ready} - {None} | ({entry.base} if self.kind.keeps_base else set())
+            needed = {entry.active, entry.ready} - {None} | ({self.kind.base} if self.kind.keeps_base else set())
             if not needed <= entry.complete.keys():
                 raise Violation(f"1: {key} lacks a version that it is served with")
-            if set(entry.complete) != needed | entry.leaving | {v for k, v in spare if k == key}:
+            leaving = {v for k, v in self.residency.leaving if k == key}
+            if set(entry.complete) != needed | leaving | {v for k, v in spare if k == key}:
                 raise Violation(f"{key} holds versions that nobody knows of")
-            if any((key, v) in spare for v in needed | entry.leaving):
+            if any((key, v) in spare for v in needed | leaving):
                 raise Violation(f"5: {key} has a spare version that is in use")
             for resident in entry.complete.values():
                 if resident.block is not None:

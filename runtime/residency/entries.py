@@ -65,7 +65,6 @@ class TransitionCounts:
     promotions: int = 0
     demotions: int = 0
     cancelled: int = 0
-    failures: int = 0
 
 
 @dataclass

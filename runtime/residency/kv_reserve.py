@@ -184,7 +184,8 @@ class KvBudget:
             return max(now, kv.bytes(whole, batch)), whole
         before = cached_tokens(cache) or 0
         after = before + tokens
-        grows, (added, token, alone) = kv.bytes(after, batch) - kv.bytes(before, batch), growth(cache)
+        grows = kv.bytes(after, batch) - kv.bytes(before, batch)
+        added, token, alone = growth(cache)
         if tokens != 1:
             return (max(now, kv.bytes(after, batch)) if alone else now + grows), after
         others = 0 if alone else grows - token  # of layers that do not append in place

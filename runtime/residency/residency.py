@@ -111,37 +111,47 @@ class Residency:
         asked = dict(first)
         rows = {k: tuple(dict.fromkeys((self.base, v) if self.keeps_base else (v,))) for k, v in asked.items()}
         taken = [(key, number, self._take(key, number)) for key, row in rows.items() for number in row]
-        on_host = [block is not None and block.pool.on_host for *_, block in taken]
         complete: dict[Key, dict[int, Complete]] = {key: {} for key in rows}
-        for host in (True, False):
-            part = [of for of, there in zip(taken, on_host, strict=True) if there is host]
-            filled = []
-            for (key, number, block), fetch in in_order(part, lambda x: self._start(*x), AHEAD if host else ahead):
-                if fetch is None or fetch.error is None:
-                    if block is not None:
-                        block.filled()
-                    filled.append((key, number, block))
-                    loaded(key, number)
-                elif number == self.base or not isinstance(fetch.error, MoepackError | OSError):
-                    raise fetch.error
-                else:
-                    assert block is not None
-                    block.pool.free(block)
-                    block.pool.trim(block.pool.block_bytes)  # the bytes that the base takes instead
-                    failed(key, number, fetch.error)
-            for key, number, block in filled:  # all host memory is pinned by now, where it stays
-                complete[key][number] = self._complete(key, number, block)
-                if number == self.base:  # a better version with its bytes may be copied from there
-                    self.entries[key] = ExpertState(self.base, complete[key])
+        on_host = [of for of in taken if of[2] is not None and of[2].pool.on_host]
+        self._fill(on_host, AHEAD, complete, loaded, failed)
+        self._fill([of for of in taken if of[2] is None or not of[2].pool.on_host], ahead, complete, loaded, failed)
+        lacking = [(key, self.base, self._take(key, self.base)) for key, of in complete.items() if not of]
+        self._fill(lacking, ahead, complete, loaded, failed)
         for key, of in complete.items():
-            if not of:
-                of[self.base] = self._load(key, self.base)
             best = min(of)
             self.entries[key] = ExpertState(best, of)
             self.active[key[0]][key[1]] = best
             if best != self.base:
                 self._above.add(key)
             yield key, of[best].handle
+
+    def _fill(
+        self,
+        taken: Sequence[tuple[Key, int, Block | None]],
+        ahead: int,
+        complete: dict[Key, dict[int, Complete]],
+        loaded: Callable[[Key, int], None],
+        failed: Callable[[Key, int, BaseException], None],
+    ) -> None:
+        """Fetch versions into the blocks taken for them, and add them to `complete`."""
+        filled = []
+        for (key, number, block), fetch in in_order(taken, lambda x: self._start(*x), ahead):
+            if fetch is None or fetch.error is None:
+                if block is not None:
+                    block.filled()
+                filled.append((key, number, block))
+                loaded(key, number)
+            elif number == self.base or not isinstance(fetch.error, MoepackError | OSError):
+                raise fetch.error
+            else:
+                assert block is not None
+                block.pool.free(block)
+                block.pool.trim(block.pool.block_bytes)  # the bytes that the base takes instead
+                failed(key, number, fetch.error)
+        for key, number, block in filled:  # all host memory is pinned by now, where it stays
+            complete[key][number] = self._complete(key, number, block)
+            if number == self.base:  # a better version with its bytes may be copied from there
+                self.entries[key] = ExpertState(self.base, complete[key])
 
     def _complete(self, key: Key, version: int, block: Block | None) -> Complete:
         return Complete(block, self._make(key, version, None if block is None else block.tensor))
@@ -157,17 +167,6 @@ class Residency:
 
     def _start(self, key: Key, version: int, block: Block | None) -> Completion | None:
         return None if block is None else self._fetch(key, version, block.tensor)
-
-    def _load(self, key: Key, version: int) -> Complete:
-        block = self._take(key, version)
-        event = self._start(key, version, block)
-        if event is not None and block is not None:
-            event.wait()
-            if event.error is not None:
-                block.pool.free(block)
-                raise event.error
-            block.filled()
-        return self._complete(key, version, block)
 
     # --- steps
 
@@ -346,7 +345,6 @@ class Residency:
                     if flying.event.cancelled or isinstance(error, Cancelled):
                         self.counts.cancelled += 1
                     else:
-                        self.counts.failures += 1
                         failed.append((key, flying.version, error))
                     continue
                 flying.block.filled()

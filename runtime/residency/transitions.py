@@ -11,17 +11,15 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moepack.pack.errors import MoepackError
-from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.policies.contract import Key, in_turns
 
 from .entries import Outcome
 from .headroom import Headroom
 from .pools import Pool
-from .residency import Residency
 
 log = logging.getLogger("moepack.runtime")
 # How many waiting promotions evictions make room for at a time, for each running step. With more, experts would be
@@ -55,28 +53,16 @@ class Transitions:
     """Brings experts to their target placements, inside the budget. Every method may be called from any thread."""
 
     def __init__(
-        self,
-        residency: Residency,
-        tracker: BudgetTracker,
-        pools: Sequence[Pool],
-        reserve: int = 0,
-        on_host: Sequence[Pool] = (),
-        clock: Callable[[], float] = time.monotonic,
-        kept: int = 0,
-        stays: int | None = None,
+        self, headroom: Headroom, stays: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Begin with every expert's target at the base, until `want` is called.
 
         Args:
-            pools, on_host: all pools of the device, and of the host.
-            reserve, kept: bytes, as in `Headroom`.
-            clock: returns seconds.
             stays: a version to which experts go for the KV reserve before any goes to a base that takes no memory.
+            clock: returns seconds.
         """
-        self.residency = residency
-        self.tracker = tracker
-        self.pools = tuple(pools)
-        self.headroom = Headroom(residency, tracker, pools, reserve, on_host, kept)
+        self.residency = residency = headroom.residency
+        self.headroom = headroom
         self._clock = clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # the least that a promotion adds
@@ -322,18 +308,18 @@ class Transitions:
         with self.lock:
             asked = min(size, self.kv_asked)
             self.kv_asked -= asked
-            self.tracker.release("kv", size - asked)
+            self.headroom.tracker.release("kv", size - asked)
             if not self.kv_asked:
                 self._recall()
 
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
-        return self.tracker.held("kv")
+        return self.headroom.tracker.held("kv")
 
     def _settle_kv(self) -> bool:
         short = self._kv_short()
-        if short <= 0 and self.headroom.make_bytes(self.kv_asked) and self.tracker.try_reserve("kv", self.kv_asked):
+        if short <= 0 and self.headroom.reserve_kv(self.kv_asked):
             self.kv_asked = 0
             self._recall()
             return True

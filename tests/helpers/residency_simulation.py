@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from moepack.pack.spec import PAGE
 from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.policies.contract import Key
+from moepack.runtime.residency.headroom import Headroom
 from moepack.runtime.residency.pools import Pool
 from moepack.runtime.residency.residency import Residency
 from moepack.runtime.residency.transitions import Transitions
 
 EXPERTS = (4, 3)
+QUIET = 5  # rounds of ten seconds
 FIXED = PAGE
 
 
@@ -135,9 +137,9 @@ class Simulation:
             EXPERTS, kind.base, lambda p, v: self.pools[v], self.fetch, self.make, self.publish,
             self.mark, kind.keeps_base, lambda: self.seen,
         )  # fmt: skip
-        self.transitions = Transitions(
-            self.residency, self.tracker, self.on_device, kind.reserve * PAGE, self.on_host, clock=lambda: self.now
-        )
+        pools = [*self.on_device, *self.on_host]
+        headroom = Headroom(self.residency, self.tracker, pools, kind.reserve * PAGE)
+        self.transitions = Transitions(headroom, clock=lambda: self.now)
         for i, key in enumerate(all_keys()):
             first = [(key, 0 if kind.fixed and i < kind.room else kind.base)]
             self.seen |= dict(self.residency.place(first, 0, lambda *_: None, lambda *_: None))
@@ -297,8 +299,14 @@ def _inside(a: Tensor, memory: Tensor) -> bool:
 
 
 def settled(simulation: Simulation, rounds: int = 60):
-    """Let everything that is on its way end."""
+    """Let everything that is on its way end: until nothing has changed for longer than a failed copy waits."""
+    seen: list[object] = []
     for _ in range(rounds):
+        residency, transitions = simulation.residency, simulation.transitions
+        moving = [*residency.flying, *residency.ready, *residency.leaving]
+        seen.append((replace(residency.counts), moving, transitions.failures, transitions.kv_asked))
+        if len(seen) > QUIET and seen[-QUIET:].count(seen[-1]) == QUIET:
+            return
         while simulation.jobs:
             simulation.finish(0)
         simulation.transitions.tick()

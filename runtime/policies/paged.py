@@ -140,8 +140,6 @@ class Shares:
         if not alpha:
             alpha = self._rates[0] / sum(self._rates) if self._rates else 1.0
         self.held = [max(1, round(alpha * n)) for n in setting.experts]  # experts of each layer wanted in memory
-        self._steps = 0
-        self._computed = 0.0
         self._clear()
         self._last: float | None = None
         self._turn = 0

@@ -91,7 +91,7 @@ def test_a_record_that_is_not_ones_own_is_ignored(damaged, tmp_path):
     for bad in (b"", b"{", b"[" * 100_000, b"[[1]]", b"7", *(json.dumps(x).encode() for x in (infinite, short))):
         record.write_bytes(bad)
         assert checked._read(record) == {}
-        load(damaged)
+    load(damaged)
     record.write_bytes(good)
     record.chmod(0o666)
     assert checked._read(record) == {}

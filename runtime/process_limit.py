@@ -151,16 +151,14 @@ def keep_limit(
         InputError: if the options' own budget does not fit.
         TooSmallError: if the limit does not hold the model at its smallest versions, before any weight is read.
     """
-    needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
+    needs, fixed = _outside(model, bundle, options, dense)
     limit = limit_of(options, measured())
-    outside += dense_change(bundle, dense, model.dtype.itemsize) - _in_file(needs, model, bundle)
-    outside += _padding(model, bundle)
-    fixed = Fixed(outside, needs.kv_bytes, needs.activations)
+    fixed = replace(fixed, dense=fixed.dense - _in_file(needs, model, bundle))
     policy = choose_policy(options.policy, bundle, ["cpu"], True)
     check_policy(bundle, policy)
     try:
         _check_fits(bundle, policy, fixed, limit.budget)
-        if (loading := outside + _twice(model, bundle, dense)) > limit.budget:
+        if (loading := fixed.dense + _twice(model, bundle, dense)) > limit.budget:
             raise TooSmallError(f"{bundle.path}: loading its dense tensors takes {loading} bytes", loading)
     except TooSmallError as error:
         raise limit.too_small(bundle, error) from None
@@ -178,10 +176,17 @@ def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, d
     known = type(model).__name__ == bundle.manifest.model["architecture"]
     if options.budget is None or not known or torch_cuda.is_gpu(CPU):
         return
-    needs, outside = measure(bundle, model.config, model.dtype, CPU, options.workload)
-    outside += dense_change(bundle, dense, model.dtype.itemsize) + _padding(model, bundle)
     policy = choose_policy(options.policy, bundle, ["cpu"], True)
-    _check_fits(bundle, policy, Fixed(outside, needs.kv_bytes, needs.activations), options.budget)
+    _check_fits(bundle, policy, _outside(model, bundle, options, dense)[1], options.budget)
+
+
+def _outside(
+    model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]
+) -> tuple[MeasuredNeeds, Fixed]:
+    """Measure a model whose weights are not read yet; return what its workload needs, and its bytes beside experts."""
+    needs, own = measure(bundle, model.config, model.dtype, CPU, options.workload)
+    own += dense_change(bundle, dense, model.dtype.itemsize) + _padding(model, bundle)
+    return needs, Fixed(own, needs.kv_bytes, needs.activations)
 
 
 def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> None:

@@ -151,7 +151,7 @@ class Serving:
         """The number of experts that have each version active; the most frequent version first."""
         return dict(Counter(name for row in self.versions for name in row).most_common())
 
-    def resident_bytes(self, model: object = None) -> int:
+    def resident_bytes(self) -> int:
         """Return the device memory in use: in a budget the reserved bytes, otherwise those of weights."""
         if self.tracker is not None:
             return self.tracker.reserved

@@ -13,7 +13,7 @@ from typing import Any
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.hub_errors import in_one_line, patiently, reason
 from moepack.pack.hub_files import fetch_files
-from moepack.pack.manifest import LEFTOVERS, MANIFEST, MAX_BYTES, Manifest
+from moepack.pack.manifest import LEFTOVERS, MANIFEST, MAX_BYTES
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import expert_file
@@ -70,7 +70,8 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
         raise BundleError.single(name, "missing", "no version of the experts is there")
     sizes = {n: e.size for n, e in manifest.files.items() if n != LEFTOVERS}
     for version in versions_of(asked.policy, could, asked.in_budget):
-        sizes |= _sizes(manifest, version)
+        names = (expert_file(version, layer.index) for layer in manifest.layers)
+        sizes |= {n: manifest.expert_files[n].size for n in names}
     for version in {v.name for v in choose_dense(asked.dense if manifest.dense else None, could, asked.policy)}:
         sizes |= {n: manifest.expert_files[n].size for n in manifest.dense_files(version)}
     missing = {n: size for n, size in sizes.items() if not (root / n).exists()}
@@ -80,8 +81,3 @@ def fetch(name: str, commit: str, asked: LoadOptions, options: Mapping[str, Any]
         with bar, in_one_line(name):
             fetch_files(name, list(missing), commit, bar.update, **options)
     return open_bundle(root, skip_partial=True)
-
-
-def _sizes(manifest: Manifest, version: str) -> dict[str, int]:
-    names = (expert_file(version, layer.index) for layer in manifest.layers)
-    return {name: manifest.expert_files[name].size for name in names}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.store.files import Stored
+from moepack.runtime.store.loading import Fetch
 
 
 class Memory:
@@ -33,20 +34,13 @@ class Memory:
         """Note that these taken bytes have been written. Memory that is pinned only now may move: call `at` again."""
 
 
-class Completion(Protocol):
-    """The end of some work on a stream."""
+class Completion(Fetch, Protocol):
+    """The end of some work on a stream. The forward pass waits for it only under a policy that may block."""
 
-    error: BaseException | None  # why the ended work failed; `None` after success
     cancelled: bool  # whether the work is no longer wanted
 
     def done(self) -> bool:
         """Return whether the work has ended, with or without success. Never waits."""
-
-    def wait(self) -> None:
-        """Wait for the end. The forward pass calls this only under a policy that may block."""
-
-    def cancel(self) -> None:
-        """Ask the work to stop early; it may still complete."""
 
 
 class Device(Protocol):

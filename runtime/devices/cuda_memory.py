@@ -27,16 +27,20 @@ class RegisteredMemory(CpuMemory):
     """Anonymous pages of the host tier; each range is pinned once it is filled. The lock of their pool guards them.
 
     Pinned pages are not swapped out, and the device can copy from them. Once the system refuses to pin more, further
-    ranges are ordinary memory. `pinned` counts the registered bytes.
+    ranges are ordinary memory.
     """
 
     def __init__(self, size: int, calls: Cudart, refused: threading.Event) -> None:
         """Reserve `size` bytes. `refused`, which all memories of a device share, is set at the first refusal to pin."""
         super().__init__(size)
-        self.pinned = 0
         self._calls = calls
         self._refused = refused
         self._registered: dict[int, int] = {}
+
+    @property
+    def pinned(self) -> int:
+        """The registered bytes."""
+        return sum(self._registered.values())
 
     def filled(self, start: int, size: int) -> None:
         """Pin these bytes, unless they are pinned or the system has refused."""
@@ -49,7 +53,6 @@ class RegisteredMemory(CpuMemory):
             log.info("host memory: experts that the host runs are in ordinary memory from here on: %s", error)
             return
         self._registered[start] = size
-        self.pinned += size
 
     def give_back(self, start: int, size: int) -> None:
         """Unpin these bytes, and give whole pages back to the system."""
@@ -57,8 +60,7 @@ class RegisteredMemory(CpuMemory):
         super().give_back(start, size)
 
     def _let_go(self, start: int) -> None:
-        if (size := self._registered.pop(start, None)) is not None:
-            self.pinned -= size
+        if self._registered.pop(start, None) is not None:
             with contextlib.suppress(CudaError):  # the device may be gone
                 self._calls.unregister(self.tensor.data_ptr() + start)
 
@@ -73,7 +75,7 @@ class ReadMemory(Memory):
 
     A piece is anonymous pages, which are registered once they have contents: registering would first zero them. Where
     registering fails, or the device finds registered pages at another address than the host (as under WSL), a piece is
-    memory that CUDA allocates, which has one address for both. `pinned` counts bytes.
+    memory that CUDA allocates, which has one address for both.
     """
 
     returnable = False
@@ -84,7 +86,6 @@ class ReadMemory(Memory):
         Raises InputError where the system pins neither way.
         """
         super().__init__(torch.empty(block * blocks, dtype=torch.uint8, device="meta"))
-        self.pinned = 0
         self._mode = Mode.REGISTERED
         self._calls = calls
         self._pages = CpuMemory(block * blocks)
@@ -164,7 +165,11 @@ class ReadMemory(Memory):
             if not self._left[start]:
                 made.bytes[:] = self._pages.tensor[start : start + size].numpy()
                 self._pages.give_back(start, size)
-        self.pinned += size
+
+    @property
+    def pinned(self) -> int:
+        """The pinned bytes."""
+        return self.ways().total()
 
     def ways(self) -> Counter[str]:
         """Return the pinned bytes by the mode in which they are pinned."""
@@ -178,7 +183,6 @@ class ReadMemory(Memory):
         while self._held:
             with contextlib.suppress(CudaError):  # the device may be gone
                 self._held.popitem()[1].close()
-        self.pinned = 0
 
 
 class BlockMemory(Memory):

@@ -75,6 +75,12 @@ class Plan:
         """The index of the base placement."""
         return len(self.ladder) - 1
 
+    def version(self, number: int) -> Version:
+        """Return the version of a placement that has one."""
+        version = self.ladder[number].version
+        assert version is not None
+        return version
+
     @property
     def reads_host(self) -> bool:
         """Whether every expert stays in pinned host memory, at the base, where the device's kernels read it."""
@@ -297,8 +303,9 @@ def _plans(
         present = half and half + max(max(row[1:]) for row in sizes)
         needed = fixed + work + base_bytes(sizes, experts) + demand + present
         work = min(most, work + max(0, budget - needed) // ROOMY)
-        plan = replace(plan, fixed=fixed + work, demand=demand, present=present, workspace=work)
-        plan = replace(plan, stage=stage, entries=entries)
+        plan = replace(
+            plan, fixed=fixed + work, demand=demand, present=present, workspace=work, stage=stage, entries=entries
+        )
         if shares and not demand:  # on-demand loading has one cache for all layers
             plan = replace(plan, by_loss=SharedByLoss(plan.ladders(), traffic))
         plans.append((needed, plan))

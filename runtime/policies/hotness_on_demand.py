@@ -61,11 +61,11 @@ class HotnessOnDemand:
         setting: Setting,
         heat: ExpertHeat,
         *,
-        interval: float = 1.0,
-        by_loss: bool = True,
-        margin: float = 0.1,
-        slack: int = 1,
-        prefetch: bool = False,
+        interval: float,
+        by_loss: bool,
+        margin: float,
+        slack: int,
+        prefetch: bool,
     ) -> None:
         """Take options of `HotnessOptions`; `by_loss` is `score=loss`."""
         self.needs = Needs(layers=True, prediction=prefetch)

@@ -228,7 +228,8 @@ class MixedCache:
         self.drop(key)
         if placement != self.base:
             self._clock += 1
-            self.held[key], self._used[key] = placement, self._clock
+            self.held[key] = placement
+            self._used[key] = self._clock
             self._layers[key[0]][key[1]] = None
             self.bytes += self._size(key, placement)
             self._taken[self._kind(key, placement)] += 1

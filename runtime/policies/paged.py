@@ -10,7 +10,7 @@ With `lo=pinned` a GPU decodes in place, no pass waits, and coded bytes move bes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -110,6 +110,12 @@ class PagedOptions(LiveOptions):
         return self.lo == "stored"
 
 
+def calibrated(setting: Setting) -> Callable[[Key], float]:
+    """Return a function from an expert to its share of its layer's traffic in calibration."""
+    shares = [np.array(row) / sum(row) for row in setting.traffic]
+    return lambda key: float(shares[key[0]][key[1]])
+
+
 class Shares:
     """How many experts of each layer have their coded bytes in memory: the residency planner (fluxmoe, Algorithm 2).
 
@@ -134,8 +140,6 @@ class Shares:
         if not alpha:
             alpha = self._rates[0] / sum(self._rates) if self._rates else 1.0
         self.held = [max(1, round(alpha * n)) for n in setting.experts]  # experts of each layer wanted in memory
-        self._steps = 0
-        self._computed = 0.0
         self._clear()
         self._last: float | None = None
         self._turn = 0
@@ -160,6 +164,15 @@ class Shares:
         held = min(self.held[p], max(0, room) // coded)
         resident = min(held, round(self.options.resident * self._setting.experts[p]))
         return min(resident, max(0, room - held * coded) // max(1, whole - coded)), held
+
+    def placed(self, fitting: Sequence[tuple[int, int]]) -> dict[Key, int]:
+        """Return the placements of as many experts of each layer as `fit` returned: one of each layer in turn."""
+        wanted: dict[Key, int] = {}
+        for rank in range(max(self._setting.experts)):
+            for p, (resident, held) in enumerate(fitting):
+                if rank < held:
+                    wanted[p, self.order[p][rank]] = DECODED if rank < resident else CODED
+        return wanted
 
     def measured(self, event: Interval, capacity: Sequence[int]) -> None:
         """Add an interval's sums, and change alpha once `options.interval` has passed; `capacity` are layers' bytes."""
@@ -209,11 +222,6 @@ class Shares:
             size = min(max(change * (coded + stored) / n, -coded), stored)
             out.append([coded + size, stored - size])
         return out
-
-    def worth(self, key: Key) -> float:
-        """Return an expert's share of its layer's traffic in calibration."""
-        row = self._setting.traffic[key[0]]
-        return float(row[key[1]]) / float(sum(row))
 
 
 def pass_seconds(layers: Sequence[Sequence[float]], rates: Sequence[float]) -> float:
@@ -282,16 +290,12 @@ class Paged:
         self._coded = np.zeros(shape, np.bool_)
         self._stays = np.zeros(shape, np.bool_)
         self._began = False
+        self.worth = calibrated(setting)
 
     @property
     def alpha(self) -> float:
         """The share of experts wanted in memory."""
         return self.shares.alpha if self.shares is not None else 1.0
-
-    def worth(self, key: Key) -> float:
-        """Return an expert's share of its layer's traffic in calibration."""
-        row = self._setting.traffic[key[0]]
-        return float(row[key[1]]) / float(sum(row))
 
     def decide(self, event: Event) -> Wanted | None:
         """Return what a layer needs and what leaves for it; before any token, the experts of the shares x and y."""
@@ -315,15 +319,9 @@ class Paged:
         if self.shares is None:
             order = busiest([np.array(row) for row in self._setting.traffic])
             return self._cache.fill(dict.fromkeys(order, DECODED), self._room(capacity))
-        wanted: dict[Key, int] = {}
-        placed = self.shares.fit(self._beside(capacity))
-        for rank in range(max(self._setting.experts)):
-            for p, (resident, held) in enumerate(placed):
-                if rank >= held:
-                    continue
-                expert = self.shares.order[p][rank]
-                (self._stays if rank < resident else self._coded)[p][expert] = True
-                wanted[p, expert] = DECODED if rank < resident else CODED
+        wanted = self.shares.placed(self.shares.fit(self._beside(capacity)))
+        for key, placement in wanted.items():
+            (self._stays if placement == DECODED else self._coded)[key] = True
         return wanted
 
     def _taken(self) -> int:
@@ -433,7 +431,7 @@ class PagedInPlace:
     def __init__(self, setting: Setting, options: PagedOptions) -> None:
         self.needs = Needs(min(0.1, options.interval / 4))
         self.shares = Shares(setting, options)
-        self.worth = self.shares.worth
+        self.worth = calibrated(setting)
         self._before: list[tuple[int, int]] = []
 
     @property
@@ -449,12 +447,7 @@ class PagedInPlace:
         if placed == self._before:
             return None
         self._before = placed
-        wanted: dict[Key, int] = {}
-        for rank in range(max(map(len, self.shares.order))):
-            for p, (resident, held) in enumerate(placed):
-                if rank < held:
-                    wanted[p, self.shares.order[p][rank]] = DECODED if rank < resident else CODED
-        return wanted
+        return self.shares.placed(placed)
 
 
 def _make(setting: Setting, options: PagedOptions) -> LivePolicy:

@@ -172,7 +172,8 @@ class Prefill:
         return out
 
     def _want(self, importance: Importance, capacity: Sequence[int]) -> Wanted:
-        self._placed, self._high = importance, self._fitting(capacity)
+        self._placed = importance
+        self._high = self._fitting(capacity)
         rows: list[tuple[bool, float, Key, int]] = []
         for p, (s, k) in in_turns(enumerate(zip(importance, self._high, strict=True))):
             order = np.lexsort((-self._traffic[p], -s))

@@ -45,12 +45,10 @@ class Copying:
 class ExpertState:
     """The state of one expert. A version is an index into the ladder of placements."""
 
-    base: int  # the version of the expert while no other is wanted
     active: int  # the version that steps read; always complete
     complete: dict[int, Complete]  # the active, the ready, the leaving and spare ones (kept until bytes are needed)
     flying: Copying | None = None  # the copy in flight
     ready: int | None = None  # the version that is published next
-    leaving: set[int] = field(default_factory=set)  # versions no longer active or ready that a step may read
 
     @property
     def coming(self) -> int | None:
@@ -67,7 +65,6 @@ class TransitionCounts:
     promotions: int = 0
     demotions: int = 0
     cancelled: int = 0
-    failures: int = 0
 
 
 @dataclass

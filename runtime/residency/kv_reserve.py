@@ -12,10 +12,7 @@ import bisect
 import contextlib
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING
 
 from moepack.families.arguments import cache_of, caches_in, inputs, uses_cache
@@ -27,6 +24,7 @@ from moepack.runtime.planning.fixed import MeasuredNeeds
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.step.context import PackedCache
 
+from .followed import Followed
 from .kv_queue import PassClaim, PassQueue
 from .reserves import Reserve
 
@@ -64,10 +62,9 @@ class KvBudget:
         self._budget = budget
         self.shape = needs.kv  # how a sequence's cache grows
         self._outputs = outputs if needs.workload.prefill_tokens else None
-        self._caches: dict[int, tuple[weakref.ref[object], int]] = {}
-        self._dead: deque[int] = deque()  # ids of dead caches: appended by weak references' callbacks, without a lock
         self._passes: set[PassClaim] = set()
         self._queue = PassQueue()
+        self._caches: Followed[int] = Followed(self._queue.wake)  # bytes of live caches
         self.closed = False
         self._lock = threading.RLock()
         self._needed_at = 0.0
@@ -87,7 +84,7 @@ class KvBudget:
             return self._used(self._passes)
 
     def _used(self, passes: Iterable[PassClaim]) -> int:
-        self._bury()
+        self._caches.bury()
         ahead = {p.cache for p in passes}
         held = sum(size for key, (_, size) in self._caches.items() if key not in ahead)
         return held + sum(p.size for p in passes)
@@ -109,15 +106,9 @@ class KvBudget:
     def recount(self, cache: object) -> None:
         """Count a live cache again, whose bytes became fewer outside a pass, and give back what is not needed."""
         with self._lock:
-            if id(cache) in self._caches:
-                self._follow(id(cache), cache)
+            if self._caches.of(cache) is not None:
+                self._follow(cache)
             self.settle()
-
-    def _bury(self) -> None:
-        while self._dead:
-            key = self._dead.popleft()
-            if key in self._caches and self._caches[key][0]() is None:
-                del self._caches[key]
 
     def _beyond(self, also: PassClaim | None = None) -> int:
         """Return the bytes needed beyond those of the workload, for all running passes and for `also`.
@@ -172,17 +163,14 @@ class KvBudget:
         finally:
             with self._lock:
                 self._passes.discard(mine)
-                for key, left in caches.items():
-                    self._follow(key, left)
+                for left in caches.values():
+                    self._follow(left)
                 self.settle()
 
-    def _follow(self, key: int, cache: object) -> None:
-        try:
-            reference = weakref.ref(cache, partial(_died, self._dead, self._queue, key))
-        except TypeError:  # the cache takes no weak references: it counts only during a pass
-            return
-        self._bury()
-        self._caches[key] = reference, cache_bytes(cache)
+    def _follow(self, cache: object) -> None:
+        """Count a cache until it dies; one that takes no weak references counts only during a pass."""
+        self._caches.bury()
+        self._caches.follow(cache, cache_bytes(cache))
 
     def _after_pass(self, cache: object, tokens: int, batch: int) -> tuple[int, int]:
         """Return the bytes and tokens that a cache will have after a pass. A `PackedCache` knows them itself."""
@@ -196,7 +184,8 @@ class KvBudget:
             return max(now, kv.bytes(whole, batch)), whole
         before = cached_tokens(cache) or 0
         after = before + tokens
-        grows, (added, token, alone) = kv.bytes(after, batch) - kv.bytes(before, batch), growth(cache)
+        grows = kv.bytes(after, batch) - kv.bytes(before, batch)
+        added, token, alone = growth(cache)
         if tokens != 1:
             return (max(now, kv.bytes(after, batch)) if alone else now + grows), after
         others = 0 if alone else grows - token  # of layers that do not append in place
@@ -307,11 +296,6 @@ class KvBudget:
             "more than is held back for activations: beside the experts at their least and other caches the budget of "
             f"{self._budget} bytes has {max(0, room)}, which holds {fitting} tokens{running}"
         )
-
-
-def _died(dead: deque[int], waiting: PassQueue, key: int, _: object) -> None:
-    dead.append(key)
-    waiting.wake()
 
 
 def _up(size: int, step: int) -> int:

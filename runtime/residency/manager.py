@@ -40,8 +40,8 @@ from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.loading import AHEAD, loading
 
 from . import opening
+from .headroom import Headroom
 from .on_demand import OnDemandLoader
-from .opening import version_of
 from .residency import Residency
 from .routing_statistics import RoutingStatistics
 from .transitions import Transitions, fails, makes_room
@@ -142,7 +142,7 @@ class ResidencyManager:
         self.host = BudgetTracker(1 << 62 if host_memory is None else host_memory, 0)
         versions = bundle.manifest.versions
         self.layers = [LayerExperts(x, versions, d) for x, d in zip(bundle.layers, devices, strict=True)]
-        there = {version_of(plan, n).name for n, p in enumerate(plan.ladder) if p.where in RUN_THERE}
+        there = {plan.version(n).name for n, p in enumerate(plan.ladder) if p.where in RUN_THERE}
         for layer in self.layers:
             layer.of.launched = tuple(sorted(layer.of.numbers[name] for name in there))
             layer.of.tier = self.tier
@@ -162,17 +162,8 @@ class ResidencyManager:
             self._snapshot,
             source_of(plan.ladder),
         )
-        on_device = [pool for pool in pools.values() if pool.budget_bytes]
-        on_host = [pool for pool in pools.values() if not pool.budget_bytes]
-        self.transitions = Transitions(
-            self.residency,
-            self.tracker,
-            on_device,
-            plan.reserve,
-            on_host,
-            kept=plan.demand + plan.present,
-            stays=plan.base - 1 if plan.present else None,
-        )
+        headroom = Headroom(self.residency, self.tracker, pools.values(), plan.reserve, plan.demand + plan.present)
+        self.transitions = Transitions(headroom, plan.base - 1 if plan.present else None)
         named = partial(opening.name_of, bundle, plan) if plan.ladder[plan.base].version is None else None
         self.on_demand = OnDemandLoader(self.transitions, partial(opening.stored_bytes, bundle, plan), named)
         self.prediction: Prediction | None = None  # predicts the next layer's routing; set by the `ForwardWrapper`
@@ -198,7 +189,7 @@ class ResidencyManager:
         count.expect(sum(sizes.values()))
         # A GPU copies from one place in order, and a lossless version is decoded from it. Others are read in place, by
         # several threads, which digest them: host memory gets each byte once.
-        ahead = [(version_of(plan, v), key, plan.ladder[v].where) for key, v in sizes]
+        ahead = [(plan.version(v), key, plan.ladder[v].where) for key, v in sizes]
         copied = [
             (v.name, *key)
             for v, key, where in ahead
@@ -225,12 +216,12 @@ class ResidencyManager:
 
     def _stored_size(self, key: Key, version: int) -> int:
         with contextlib.suppress(BundleError):  # raised again when the extent is fetched
-            return self.store.stored(version_of(self.plan, version).name, *key).size
+            return self.store.stored(self.plan.version(version).name, *key).size
         return 0
 
     def _fetch(self, key: Key, version: int, target: Tensor) -> Completion:
         position, expert = key
-        described = version_of(self.plan, version)
+        described = self.plan.version(version)
         where = self.plan.ladder[version].where
         stored = partial(self.store.stored, described.name, position, expert)
         device = self._host_device if where in ON_HOST and self._host_device is not None else self.device
@@ -256,7 +247,7 @@ class ResidencyManager:
         placement = self.plan.ladder[version]
         if tensor is None:
             return replace(NOTHING, where=placement.where)
-        described = version_of(self.plan, version)
+        described = self.plan.version(version)
         if placement.where in CODED:
             stored = self.store.stored(described.name, *key)
             coded = tensor[: stored.size]

@@ -124,7 +124,7 @@ class OnDemandLoader:
         """Reset every expert to the base and free all other blocks, also after an interrupted pass."""
         residency = self._residency
         with self._transitions.lock:
-            residency.recover(self._transitions.pools)
+            residency.recover(self._transitions.headroom.pools)
             for key in [*residency.above(), *self._ahead]:
                 self._leave(key, residency.base)
             for flying in [x.flying for x in residency.entries.values() if x.flying is not None]:

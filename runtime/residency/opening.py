@@ -38,16 +38,9 @@ if TYPE_CHECKING:
 LACKING = "it is not installed here (pip install triton)"
 
 
-def version_of(plan: Plan, placement: int) -> Version:
-    """Return the version of the placement at index `placement` of the ladder, which must have one."""
-    version = plan.ladder[placement].version
-    assert version is not None
-    return version
-
-
 def stored_bytes(bundle: Bundle, plan: Plan, key: Key, version: int) -> int:
     """Return the bytes of an expert's extent of a placement's version in the bundle's files."""
-    return bundle.layer_file(version_of(plan, version).name, key[0]).extent_size(key[1])
+    return bundle.layer_file(plan.version(version).name, key[0]).extent_size(key[1])
 
 
 def name_of(bundle: Bundle, plan: Plan, key: Key, version: int) -> str:
@@ -84,7 +77,7 @@ def open_device(
     staging = plan.staging // buffers
     on_device = [v for v, placement in enumerate(plan.ladder) if placement.where is Where.DEVICE]
     # those that no GPU kernel decodes
-    as_in_memory = [v for v in on_device if not (version_of(plan, v).plain and version_of(plan, v).entropy_coded)]
+    as_in_memory = [v for v in on_device if not (plan.version(v).plain and plan.version(v).entropy_coded)]
     largest = max([staging, *(row[v] for row in plan.sizes for v in as_in_memory)])
     if pinned := plan.on_host(*READ_THERE):
         host = max(0, (host_limits()["pinnable_bytes"] if host is None else host) - pinned)
@@ -101,7 +94,7 @@ def check_devices(plan: Plan, policy: object, versions: Sequence[Version], devic
     if not torch_cuda.is_gpu(devices[0]):
         return
     kernels = backends.backend(devices[0]) == "triton"
-    on_device = [version_of(plan, v) for v, p in enumerate(plan.ladder) if p.where is Where.DEVICE]
+    on_device = [plan.version(v) for v, p in enumerate(plan.ladder) if p.where is Where.DEVICE]
     decodes = bool(plan.window) or any(v.entropy_coded and v.plain for v in on_device)
     if decodes and not kernels:
         raise InputError(f"policy {policy} needs Triton's kernels to decode BF16 on a GPU: {LACKING}")

@@ -111,37 +111,47 @@ class Residency:
         asked = dict(first)
         rows = {k: tuple(dict.fromkeys((self.base, v) if self.keeps_base else (v,))) for k, v in asked.items()}
         taken = [(key, number, self._take(key, number)) for key, row in rows.items() for number in row]
-        on_host = [block is not None and block.pool.on_host for *_, block in taken]
         complete: dict[Key, dict[int, Complete]] = {key: {} for key in rows}
-        for host in (True, False):
-            part = [of for of, there in zip(taken, on_host, strict=True) if there is host]
-            filled = []
-            for (key, number, block), fetch in in_order(part, lambda x: self._start(*x), AHEAD if host else ahead):
-                if fetch is None or fetch.error is None:
-                    if block is not None:
-                        block.filled()
-                    filled.append((key, number, block))
-                    loaded(key, number)
-                elif number == self.base or not isinstance(fetch.error, MoepackError | OSError):
-                    raise fetch.error
-                else:
-                    assert block is not None
-                    block.pool.free(block)
-                    block.pool.trim(block.pool.block_bytes)  # the bytes that the base takes instead
-                    failed(key, number, fetch.error)
-            for key, number, block in filled:  # all host memory is pinned by now, where it stays
-                complete[key][number] = self._complete(key, number, block)
-                if number == self.base:  # a better version with its bytes may be copied from there
-                    self.entries[key] = ExpertState(self.base, self.base, complete[key])
+        on_host = [of for of in taken if of[2] is not None and of[2].pool.on_host]
+        self._fill(on_host, AHEAD, complete, loaded, failed)
+        self._fill([of for of in taken if of[2] is None or not of[2].pool.on_host], ahead, complete, loaded, failed)
+        lacking = [(key, self.base, self._take(key, self.base)) for key, of in complete.items() if not of]
+        self._fill(lacking, ahead, complete, loaded, failed)
         for key, of in complete.items():
-            if not of:
-                of[self.base] = self._load(key, self.base)
             best = min(of)
-            self.entries[key] = ExpertState(self.base, best, of)
+            self.entries[key] = ExpertState(best, of)
             self.active[key[0]][key[1]] = best
             if best != self.base:
                 self._above.add(key)
             yield key, of[best].handle
+
+    def _fill(
+        self,
+        taken: Sequence[tuple[Key, int, Block | None]],
+        ahead: int,
+        complete: dict[Key, dict[int, Complete]],
+        loaded: Callable[[Key, int], None],
+        failed: Callable[[Key, int, BaseException], None],
+    ) -> None:
+        """Fetch versions into the blocks taken for them, and add them to `complete`."""
+        filled = []
+        for (key, number, block), fetch in in_order(taken, lambda x: self._start(*x), ahead):
+            if fetch is None or fetch.error is None:
+                if block is not None:
+                    block.filled()
+                filled.append((key, number, block))
+                loaded(key, number)
+            elif number == self.base or not isinstance(fetch.error, MoepackError | OSError):
+                raise fetch.error
+            else:
+                assert block is not None
+                block.pool.free(block)
+                block.pool.trim(block.pool.block_bytes)  # the bytes that the base takes instead
+                failed(key, number, fetch.error)
+        for key, number, block in filled:  # all host memory is pinned by now, where it stays
+            complete[key][number] = self._complete(key, number, block)
+            if number == self.base:  # a better version with its bytes may be copied from there
+                self.entries[key] = ExpertState(self.base, complete[key])
 
     def _complete(self, key: Key, version: int, block: Block | None) -> Complete:
         return Complete(block, self._make(key, version, None if block is None else block.tensor))
@@ -157,17 +167,6 @@ class Residency:
 
     def _start(self, key: Key, version: int, block: Block | None) -> Completion | None:
         return None if block is None else self._fetch(key, version, block.tensor)
-
-    def _load(self, key: Key, version: int) -> Complete:
-        block = self._take(key, version)
-        event = self._start(key, version, block)
-        if event is not None and block is not None:
-            event.wait()
-            if event.error is not None:
-                block.pool.free(block)
-                raise event.error
-            block.filled()
-        return self._complete(key, version, block)
 
     # --- steps
 
@@ -218,7 +217,7 @@ class Residency:
                 self._drop_ready(key)
                 self._make_ready(key, version)
             self._switch(key)
-            for old in list(entry.leaving):
+            for old in [version for version in entry.complete if (key, version) in self.leaving]:
                 self._left(key, old)
                 self._free(key, old)
 
@@ -232,7 +231,7 @@ class Residency:
         entry.ready = None
         self.active[key[0]][key[1]] = entry.active
         del self.ready[key]
-        (self._above.discard if entry.active == entry.base else self._above.add)(key)
+        (self._above.discard if entry.active == self.base else self._above.add)(key)
         self._publish(key, entry.complete[entry.active].handle)
         if source is not None and beneath is not None and old != source < entry.active:
             self._leave(key, source)
@@ -245,25 +244,23 @@ class Residency:
         entry = self.entries[key]
         if self._pinned(version) or (version == self.source and entry.active < version):
             return
-        entry.leaving.add(version)
         self.leaving[key, version] = self.steps.begun
 
     def _left(self, key: Key, version: int) -> None:
         del self.leaving[key, version]
-        self.entries[key].leaving.discard(version)
         self._set_aside(key, version)
 
     def _set_aside(self, key: Key, version: int) -> None:
         if self.size(key[0], version):
             self._spare[key, version] = None
-            self.spare_bytes += self._size(key, version)
+            self.spare_bytes += self.cost(key, version)
         else:  # on the host or absent: only device memory keeps spare versions
             self._free(key, version)
 
     def _take_back(self, key: Key, version: int) -> None:
         if (key, version) in self._spare:
             del self._spare[key, version]
-            self.spare_bytes -= self._size(key, version)
+            self.spare_bytes -= self.cost(key, version)
 
     def _pinned(self, version: int) -> bool:
         return self.keeps_base and version == self.base
@@ -304,7 +301,6 @@ class Residency:
         entry = self.entries[key]
         entry.ready = version
         self.ready[key] = None
-        entry.leaving.discard(version)
         self.leaving.pop((key, version), None)
         self._take_back(key, version)
 
@@ -349,7 +345,6 @@ class Residency:
                     if flying.event.cancelled or isinstance(error, Cancelled):
                         self.counts.cancelled += 1
                     else:
-                        self.counts.failures += 1
                         failed.append((key, flying.version, error))
                     continue
                 flying.block.filled()
@@ -377,7 +372,7 @@ class Residency:
             for key, version in self._spare:
                 if pool is None or self.pool(key[0], version) is pool:
                     self._free(key, version)
-                    return self._size(key, version)
+                    return self.cost(key, version)
         return 0
 
     def _free(self, key: Key, version: int) -> None:
@@ -388,7 +383,7 @@ class Residency:
 
     # --- bytes
 
-    def _size(self, key: Key, version: int) -> int:
+    def cost(self, key: Key, version: int) -> int:
         """Return the bytes that a version of an expert adds; a base version that always stays adds 0."""
         return 0 if self._pinned(version) else self.size(key[0], version)
 
@@ -402,10 +397,10 @@ class Residency:
         with self.lock:
             active = self.entries[key].active
             source = self.source
-            growth = self._size(key, version) - self._size(key, active)
+            growth = self.cost(key, version) - self.cost(key, active)
             if source is None or self.source_of(key) is None:
                 return growth
-            beneath = self._size(key, source)  # bytes that stay beside a better version
+            beneath = self.cost(key, source)  # bytes that stay beside a better version
             return growth + beneath * ((version < source) - (active < source))
 
     def source_of(self, key: Key) -> Complete | None:
@@ -413,7 +408,7 @@ class Residency:
         with self.lock:
             entry = self.entries.get(key)
             source = self.source
-            if entry is None or source is None or source < entry.active or source in entry.leaving:
+            if entry is None or source is None or source < entry.active or (key, source) in self.leaving:
                 return None
             return None if (key, source) in self._spare else entry.complete.get(source)
 
@@ -449,7 +444,7 @@ class Residency:
         with self.lock:
             self.flying = {k: None for k, x in self.entries.items() if x.flying is not None}
             self.ready = {k: None for k, x in self.entries.items() if x.ready is not None}
-            self._above = {k for k, x in self.entries.items() if x.active != x.base}
+            self._above = {k for k, x in self.entries.items() if x.active != self.base}
             for (p, e), x in self.entries.items():
                 self.active[p][e] = x.active
             taken = [c.block for x in self.entries.values() for c in x.complete.values()]

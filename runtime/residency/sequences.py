@@ -14,15 +14,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from moepack.families.arguments import cache_of, caches_in, inputs
 from moepack.runtime.kv.static import cached_tokens, emptied
 from moepack.runtime.step.context import NO_PROMPT, PackedCache, Prompt, joined
+
+from .followed import Followed
 
 GUESSES = 64  # tokens: more than any number of guesses, fewer than a prompt's chunk has when all are scored
 
@@ -37,8 +36,7 @@ class Sequences:
     """The sequences of one model. Every method may be called from any thread."""
 
     def __init__(self) -> None:
-        self._followed: dict[int, tuple[weakref.ref[object], _Sequence]] = {}
-        self._dead: deque[int] = deque()
+        self._followed: Followed[_Sequence] = Followed()
         self._over: list[int] = []
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -65,16 +63,14 @@ class Sequences:
         finally:
             with self._lock:
                 self._bury()  # a cache that died meanwhile may have had the new cache's address
-                if cache is None and not (made and self._follow(made[0], mine)):
+                if cache is None and not (made and self._followed.follow(made[0], mine)):
                     self._over.append(mine.number)
 
     def _begin(self, cache: object, batch: int, tokens: int, reads: bool) -> tuple[Prompt, _Sequence]:
         """Begin a pass; return its prompt and sequence. `reads`: it reads a prompt even if its cache is not empty."""
         with self._lock:
             self._bury()
-            reference, mine = self._followed.get(id(cache), (None, None))
-            if reference is not None and reference() is not cache:
-                mine = None
+            mine = self._followed.of(cache)
         held = cached_tokens(cache) if hasattr(cache, "get_seq_length") else None
         noted = not held and emptied(cache)
         empty = not held if held is not None else noted or mine is None
@@ -83,7 +79,7 @@ class Sequences:
                 if mine is not None:  # emptied, to be used again
                     self._over.append(mine.number)
                 mine = _Sequence(next(self._numbers))
-                if cache is not None and not self._follow(cache, mine):
+                if cache is not None and not self._followed.follow(cache, mine):  # it ends with the pass
                     self._over.append(mine.number)
             assert mine is not None
             reads = reads or empty
@@ -92,20 +88,8 @@ class Sequences:
             whole = batch * tokens
             return Prompt(mine.number, whole if reads else 0, begins, decodes, reads and tokens > 1, whole), mine
 
-    def _follow(self, cache: object, mine: _Sequence) -> bool:
-        try:
-            self._followed[id(cache)] = weakref.ref(cache, partial(_died, self._dead, id(cache))), mine
-            return True
-        except TypeError:  # the cache takes no weak references: its sequence ends with the pass
-            return False
-
     def _bury(self) -> None:
-        while self._dead:
-            key = self._dead.popleft()
-            reference, mine = self._followed.get(key, (None, None))
-            if reference is not None and mine is not None and reference() is None:
-                del self._followed[key]
-                self._over.append(mine.number)
+        self._over += [mine.number for mine in self._followed.bury()]
 
     def over(self) -> list[int]:
         """Return the numbers of the sequences that have ended since the last call."""
@@ -114,7 +98,3 @@ class Sequences:
             ended = self._over
             self._over = []
             return ended
-
-
-def _died(dead: deque[int], key: int, _: object) -> None:
-    dead.append(key)

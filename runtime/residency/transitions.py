@@ -11,22 +11,22 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from moepack.pack.errors import MoepackError
-from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.policies.contract import Key, in_turns
 
 from .entries import Outcome
 from .headroom import Headroom
 from .pools import Pool
-from .residency import Residency
 
 log = logging.getLogger("moepack.runtime")
 # How many waiting promotions evictions make room for at a time, for each running step. With more, experts would be
 # demoted long before others are promoted.
 AHEAD = 4
+IN_FLIGHT = 2  # the most promotions on the migration stream at a time; only memory limits demotions
+RETRY = 30.0  # seconds until a failed copy is tried again, if it is still wanted then
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,34 +53,16 @@ class Transitions:
     """Brings experts to their target placements, inside the budget. Every method may be called from any thread."""
 
     def __init__(
-        self,
-        residency: Residency,
-        tracker: BudgetTracker,
-        pools: Sequence[Pool],
-        reserve: int = 0,
-        on_host: Sequence[Pool] = (),
-        in_flight: int = 2,
-        retry_after: float = 30.0,
-        clock: Callable[[], float] = time.monotonic,
-        kept: int = 0,
-        stays: int | None = None,
+        self, headroom: Headroom, stays: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Begin with every expert's target at the base, until `want` is called.
 
         Args:
-            pools, on_host: all pools of the device, and of the host.
-            reserve, kept: bytes, as in `Headroom`.
-            in_flight: the most promotions on the migration stream at a time; only memory limits demotions.
-            retry_after: seconds until a failed copy is tried again, if it is still wanted then.
-            clock: returns seconds.
             stays: a version to which experts go for the KV reserve before any goes to a base that takes no memory.
+            clock: returns seconds.
         """
-        self.residency = residency
-        self.tracker = tracker
-        self.pools = tuple(pools)
-        self.headroom = Headroom(residency, tracker, pools, reserve, on_host, kept)
-        self._limit = in_flight
-        self._retry = retry_after
+        self.residency = residency = headroom.residency
+        self.headroom = headroom
         self._clock = clock
         sizes = sorted({residency.size(p, v) for p in range(len(residency.experts)) for v in range(residency.base + 1)})
         self._least = min([b - a for a, b in itertools.pairwise(sizes)], default=0)  # the least that a promotion adds
@@ -179,7 +161,7 @@ class Transitions:
         after_evictions: int | None = None  # R + D + E, less what waiting updates keep; None while none waits
         waiting = short = fitting = 0  # waiting updates, bytes of the first ones, updates that wait for the stream
         for key, version in list(self._updates.items()):
-            full = len(residency.flying) >= self._limit
+            full = len(residency.flying) >= IN_FLIGHT
             pool = residency.pool(key[0], version)
             if pool is None or not pool.budget_bytes:  # it takes no device memory, so it waits for no other
                 begins = not full and self.may_try(key, version)
@@ -217,7 +199,7 @@ class Transitions:
         residency = self.residency
         waiting = dict[int, int]()
         for key, version in list(self._updates.items()):
-            if len(residency.flying) >= self._limit or sum(waiting.values()) >= AHEAD:
+            if len(residency.flying) >= IN_FLIGHT or sum(waiting.values()) >= AHEAD:
                 break
             if not self.may_try(key, version):
                 continue
@@ -288,9 +270,9 @@ class Transitions:
         return outcome
 
     def may_try(self, key: Key, version: int) -> bool:
-        """Return whether a version may be copied: its copy never failed, or `retry_after` has passed since then."""
+        """Return whether a version may be copied: its copy never failed, or RETRY seconds have passed since then."""
         failed = self._failed.get((key, version))
-        return failed is None or self._clock() - failed >= self._retry
+        return failed is None or self._clock() - failed >= RETRY
 
     def note_failure(self, key: Key, version: int, error: BaseException) -> None:
         """Count a failed copy, log each message once, and queue the move again if the version is still wanted."""
@@ -326,18 +308,18 @@ class Transitions:
         with self.lock:
             asked = min(size, self.kv_asked)
             self.kv_asked -= asked
-            self.tracker.release("kv", size - asked)
+            self.headroom.tracker.release("kv", size - asked)
             if not self.kv_asked:
                 self._recall()
 
     @property
     def kv_bytes(self) -> int:
         """Bytes reserved for the KV cache."""
-        return self.tracker.held("kv")
+        return self.headroom.tracker.held("kv")
 
     def _settle_kv(self) -> bool:
         short = self._kv_short()
-        if short <= 0 and self.headroom.make_bytes(self.kv_asked) and self.tracker.try_reserve("kv", self.kv_asked):
+        if short <= 0 and self.headroom.reserve_kv(self.kv_asked):
             self.kv_asked = 0
             self._recall()
             return True

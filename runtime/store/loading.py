@@ -63,13 +63,13 @@ def loading() -> LoadCount:
 class Fetch(Protocol):
     """A fetch that was started."""
 
-    error: BaseException | None
+    error: BaseException | None  # why it failed, once it has ended; `None` after success
 
     def wait(self) -> None:
         """Wait for its end."""
 
     def cancel(self) -> None:
-        """Ask it to stop."""
+        """Ask it to stop early; it may still complete."""
 
 
 def in_order(

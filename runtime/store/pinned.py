@@ -84,8 +84,7 @@ class HostStore:
         self._closing = threading.Event()
         self.filled = threading.Event()
         self._fetching = 0
-        self._every = self._total = self._done = self._pinned = 0
-        self._last: Mode | None = None
+        self._every = self._total = self._done = 0
         self._began = self._ended = 0.0
         self._thread = threading.Thread(target=self._run, name="moepack-host", daemon=True)
 
@@ -146,7 +145,8 @@ class HostStore:
             mode = self._chain.mode
             if pieces is None:
                 left = {f: {e: n for e, n in of.items() if (*f, e) not in self._regions} for f, of in sizes.items()}
-                pieces = plan_pieces(left, wanted, self._limit - self._pinned, mode is Mode.MAPPED, self._piece)
+                room = self._limit - sum(len(region.pinned.bytes) for region in set(self._regions.values()))
+                pieces = plan_pieces(left, wanted, room, mode is Mode.MAPPED, self._piece)
                 self._total = self._done + sum(p.size for p in pieces)
             if not pieces:
                 return
@@ -176,7 +176,6 @@ class HostStore:
         good, pinned = self._filler.pin(extents)
         if pinned is None:
             return
-        self._last = pinned.mode
         at = {}
         begin = 0
         for i, stored in enumerate(extents):
@@ -187,7 +186,6 @@ class HostStore:
             pinned.close()
             return
         with self._lock:
-            self._pinned += piece.size
             self._regions.update(dict.fromkeys(at, _Region(pinned, at)))
 
     def _give_way(self, size: int) -> None:
@@ -214,11 +212,14 @@ class HostStore:
         because they do not fit or are damaged. `fallbacks` are the ways given up, with reasons. `damaged` lists places.
         """
         with self._lock:
+            mode = self._chain.mode
+            if mode is Mode.STAGED and self._regions:  # the way of those that are pinned
+                mode = list(self._regions.values())[-1].pinned.mode
             usable = sum(region.at[place][1] for place, region in self._regions.items())
             to_go = 0 if self.filled.is_set() else max(0, self._total - self._done)
             seconds = (self._ended or time.monotonic()) - self._began if self._began else 0.0
             return {
-                "mode": (self._last if self._last and self._chain.mode is Mode.STAGED else self._chain.mode).value,
+                "mode": mode.value,
                 "filling": bool(self._began) and not self.filled.is_set(),
                 "pinned_bytes": usable,
                 "bytes_to_go": to_go,
@@ -255,7 +256,6 @@ class HostStore:
                     continue
                 for place in region.at:
                     del self._regions[place]
-                self._pinned -= len(region.pinned.bytes)
             try:
                 region.pinned.close()
             except CudaError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from moepack.pack.spec import PAGE
 from moepack.runtime.devices.cpu import CpuMemory
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.policies.contract import Key
+from moepack.runtime.residency.headroom import Headroom
 from moepack.runtime.residency.pools import Pool
 from moepack.runtime.residency.residency import Residency
 from moepack.runtime.residency.transitions import Transitions
 
 EXPERTS = (4, 3)
+QUIET = 5  # rounds of ten seconds
 FIXED = PAGE
 
 
@@ -135,9 +137,9 @@ class Simulation:
             EXPERTS, kind.base, lambda p, v: self.pools[v], self.fetch, self.make, self.publish,
             self.mark, kind.keeps_base, lambda: self.seen,
         )  # fmt: skip
-        self.transitions = Transitions(
-            self.residency, self.tracker, self.on_device, kind.reserve * PAGE, self.on_host, clock=lambda: self.now
-        )
+        pools = [*self.on_device, *self.on_host]
+        headroom = Headroom(self.residency, self.tracker, pools, kind.reserve * PAGE)
+        self.transitions = Transitions(headroom, clock=lambda: self.now)
         for i, key in enumerate(all_keys()):
             first = [(key, 0 if kind.fixed and i < kind.room else kind.base)]
             self.seen |= dict(self.residency.place(first, 0, lambda *_: None, lambda *_: None))
@@ -249,19 +251,22 @@ class Simulation:
                 elif tensor[0] == pattern(key, version) and not tensor[-1]:
                     wrong = "1: a half-copied version is seen"
                 raise Violation(f"{wrong}: version {version} of {key}")
-        above = any(self.pages(v) > self.pages(e.base) for e in self.residency.entries.values() for v in e.complete)
+        above = any(
+            self.pages(v) > self.pages(self.kind.base) for e in self.residency.entries.values() for v in e.complete
+        )
         if above and self.transitions.headroom.can_lessen() and self.transitions.headroom.settled() < 0:
             raise Violation("8: what is kept for demotions was given away")
         spare = self.residency._spare
         for key, entry in self.residency.entries.items():
             if self.residency.active[key[0]][key[1]] != entry.active:
                 raise Violation(f"9: {key} is noted at another version than it is served with")
-            needed = {entry.active, entry.ready} - {None} | ({entry.base} if self.kind.keeps_base else set())
+            needed = {entry.active, entry.ready} - {None} | ({self.kind.base} if self.kind.keeps_base else set())
             if not needed <= entry.complete.keys():
                 raise Violation(f"1: {key} lacks a version that it is served with")
-            if set(entry.complete) != needed | entry.leaving | {v for k, v in spare if k == key}:
+            leaving = {v for k, v in self.residency.leaving if k == key}
+            if set(entry.complete) != needed | leaving | {v for k, v in spare if k == key}:
                 raise Violation(f"{key} holds versions that nobody knows of")
-            if any((key, v) in spare for v in needed | entry.leaving):
+            if any((key, v) in spare for v in needed | leaving):
                 raise Violation(f"5: {key} has a spare version that is in use")
             for resident in entry.complete.values():
                 if resident.block is not None:
@@ -294,8 +299,14 @@ def _inside(a: Tensor, memory: Tensor) -> bool:
 
 
 def settled(simulation: Simulation, rounds: int = 60):
-    """Let everything that is on its way end."""
+    """Let everything that is on its way end: until nothing has changed for longer than a failed copy waits."""
+    seen: list[object] = []
     for _ in range(rounds):
+        residency, transitions = simulation.residency, simulation.transitions
+        moving = [*residency.flying, *residency.ready, *residency.leaving]
+        seen.append((replace(residency.counts), moving, transitions.failures, transitions.kv_asked))
+        if len(seen) > QUIET and seen[-QUIET:].count(seen[-1]) == QUIET:
+            return
         while simulation.jobs:
             simulation.finish(0)
         simulation.transitions.tick()

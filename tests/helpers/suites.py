@@ -104,7 +104,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "runtime/test_compile.py::test_a_whole_graph": ("[hotness]",),
     "moepack/reports/test_plan.py::test_what_is_feasible": ("[uniform-work2]",),
     "runtime/residency/test_sequences.py::test_guesses": ("[lookup]",),
-    "runtime/planning/test_skeleton.py::test_kv_bytes": ("[mistral_large4]", "[hy_v4]"),
+    "runtime/planning/test_skeleton.py::test_kv_bytes": ("[mistral_large4]", "[hy_v4]", "[gpt_oss]", "[qwen3_next]"),
     "runtime/test_profile.py::test_ones_own_traffic": ("[python]",),
     "pack/test_exponent.py::test_mutated": ("[1-1]",),
     "pack/test_fp8_codec.py::test_mutated": ("[1-1]",),

@@ -101,6 +101,10 @@ def test_a_pass_after_close_says_so_at_once(bundle, policy, memory):
     for call in (model, model.forward, model.model):
         with pytest.raises(InputError, match="was closed"):
             call(ids(8))
+    if model.moepack.manager is not None:  # a static policy's experts stay
+        routed = torch.zeros(1, 128, dtype=model.dtype), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)
+        with pytest.raises(InputError, match="was closed"):
+            model.model.layers[0].mlp.experts(*routed)
 
 
 def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle):

@@ -74,7 +74,7 @@ def test_resident_bytes_are_counted(bundle):
     opened = open_bundle(bundle)
     dense = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     extents = sum(opened.layer_file("w2", p).extent_size(e) for p in range(4) for e in range(16))
-    assert model.moepack.resident_bytes(model) == dense + extents
+    assert model.moepack.resident_bytes() == dense + extents
     assert not [n for n, _ in model.named_parameters() if "experts" in n], "no expert weight but the policy's"
 
 

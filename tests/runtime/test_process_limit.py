@@ -37,16 +37,35 @@ def test_budget_and_limit_are_inverse():
     assert sum(map(int, re.findall(r"(\d+) bytes", words))) == beside.limit(1000) - 1000
 
 
+def group(folder, **files):
+    """A control group, by its files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"memory.{name}").write_text(f"{text}\n")
+
+
+def test_what_may_be_pinned_follows_groups_of_both_versions(tmp_path):
+    limits = host_limit.host_limits(tmp_path, tmp_path / "none")
+    assert limits["cgroup_bytes"] is None
+    assert limits["pinnable_bytes"] == max(0, limits["available_bytes"] - limits["margin_bytes"])
+    (tmp_path / "self").write_text("0::/a/b\n")
+    group(tmp_path / "a" / "b", max="max", current=5)
+    cache = f"anon 7\ninactive_file {GIB}\nactive_file {GIB}"
+    group(tmp_path / "a", max=6 * GIB, current=3 * GIB, stat=cache)
+    assert host_limit.cgroup_room(tmp_path, tmp_path / "self") == 5 * GIB, "a group above it, less cache that can go"
+    (tmp_path / "self").write_text("4:memory:/x\n3:cpu:/\n")
+    group(tmp_path / "memory", limit_in_bytes=9223372036854771712, usage_in_bytes=1)
+    group(tmp_path / "memory" / "x", limit_in_bytes=3 * GIB, usage_in_bytes=GIB)
+    assert host_limit.cgroup_room(tmp_path, tmp_path / "self") == 2 * GIB
+
+
 def test_auto_is_what_the_group_has_left(tmp_path, monkeypatch):
     """A group of 6 GiB, of which 3 are taken and 2 of those are cache; a system of 32 GiB with 20 left."""
     monkeypatch.setattr(host_limit, "resident", lambda: (GIB // 4, 7))
     system = SimpleNamespace(available=20 * GIB, total=32 * GIB)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: system)
     (tmp_path / "self").write_text("0::/a\n")
-    (tmp_path / "a").mkdir()
-    sizes = {"max": 6 * GIB, "current": 3 * GIB, "peak": 4 * GIB, "stat": f"active_file {2 * GIB}"}
-    for name, text in sizes.items():
-        (tmp_path / "a" / f"memory.{name}").write_text(f"{text}\n")
+    group(tmp_path / "a", max=6 * GIB, current=3 * GIB, peak=4 * GIB, stat=f"active_file {2 * GIB}")
     assert host_limit.most_memory(tmp_path / "none", tmp_path / "none") == GIB // 4 + 20 * GIB - 2 * GIB
     assert host_limit.most_memory(tmp_path, tmp_path / "self") == GIB // 4 + 5 * GIB - 6 * GIB // 64
     assert host_limit.group_peak(tmp_path, tmp_path / "self") == 4 * GIB

@@ -75,6 +75,13 @@ class Bench:
     def check(self, version, position, expert, target):
         check(self.store, version, position, expert, target)
 
+    def fetches(self, *place):
+        """Whatever happened before, this extent comes."""
+        event, target = self.fetch(*place)
+        event.wait()
+        assert event.error is None, event.error
+        self.check(*place, target)
+
     def close(self):
         self.device.close()
         self.store.close()
@@ -165,10 +172,7 @@ def test_damage_ends_a_fetch_after_its_copies(damaged, benches):
         assert isinstance(event.error, BundleError) and event.error.problems[0].kind == "digest"
         assert "layer 1, expert 7, version bf16" in str(event.error)
         assert bench.gpu.idle, "its block may be given to another now"
-        after, target = bench.fetch("bf16", 1, 8)
-        after.wait()
-        assert after.error is None
-        bench.check("bf16", 1, 8, target)
+        bench.fetches("bf16", 1, 8)
 
 
 def test_what_does_not_decode_is_an_error(bundle, benches):
@@ -211,10 +215,7 @@ def test_cancelled_and_broken(bundle, benches):
     lost.wait()
     assert isinstance(lost.error, RuntimeError) and "lost" in str(lost.error)
     bench.gpu.broken = False
-    again, target = bench.fetch("w4", 0, 9)
-    again.wait()
-    assert again.error is None
-    bench.check("w4", 0, 9, target)
+    bench.fetches("w4", 0, 9)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -247,11 +248,8 @@ def test_fetches_while_filling(bundle, way, benches, monkeypatch):
         mine = random.Random(seed)
         while not problems and (not bench.host.filled.wait(0) or counted["pinned"] < 20):
             place = (mine.choice(("bf16", "w4")), mine.randrange(4), mine.randrange(16))
-            event, target = bench.fetch(*place)
-            event.wait()
             try:
-                assert event.error is None, event.error
-                bench.check(*place, target)
+                bench.fetches(*place)
             except BaseException as error:
                 problems.append(f"{place}: {error!r}")
 
@@ -264,10 +262,8 @@ def test_a_fetch_does_not_wait_for_the_filling(bundle, benches, monkeypatch):
     monkeypatch.setattr("moepack.runtime.store.filling.read_extents", lambda *a: gate.wait(PATIENCE) and {})
     bench = benches(bundle, "registered", fill=False)
     bench.device.serve()
-    event, target = bench.fetch("bf16", 3, 3)
-    event.wait()
-    assert event.error is None and bench.device.host()["filling"]
-    bench.check("bf16", 3, 3, target)
+    bench.fetches("bf16", 3, 3)
+    assert bench.device.host()["filling"]
     gate.set()
 
 

@@ -58,7 +58,7 @@ def test_pools_are_one_range(gpu, small, monkeypatch):
     policy, asked, memory = "hotness:hi=bf16,lo=w2,interval=60", [], gpu.gpu.memory
     monkeypatch.setattr(gpu.gpu, "memory", lambda size: asked.append(size) or memory(size))
     model = load_for_logits(small, policy=policy, device_memory=least(small, policy) + 200_000)
-    pools = sum(p.block_bytes * p.blocks for p in model.moepack.manager.transitions.pools)
+    pools = sum(p.block_bytes * p.blocks for p in model.moepack.manager.transitions.headroom.pools)
     assert len(asked) == 2 and asked[1] == pools, "staging buffers, and all pools"
 
 

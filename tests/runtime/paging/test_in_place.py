@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 
 import pytest
-import torch
 from gpu_stand_in import kernels
 from live_models import at, ids, load, logits, same, same_at_once, stop_after, wait_for
 from support import PATIENCE, for_logits, load_for_logits, spy
@@ -160,21 +159,6 @@ def test_an_interrupted_pass_lets_go(small, want, gpu, where, monkeypatch):
     same(model, want, 1, 9)
 
 
-def test_it_stays_pinned_while_kernels_read_it(small, gpu):
-    model = load(small, PINNED, room=0, **ALL)
-    logits(model, ids(1, 1))
-    gpu.gpu.patience = 1 << 30  # until it is waited for
-    logits(model, ids(1, 1))
-    assert gpu.gpu.reading
-    model.moepack.close()
-    assert not gpu.cudart.registered and not gpu.gpu.reading
-    with pytest.raises(InputError, match="closed"):
-        logits(model, ids(1, 1))
-    experts, x = model.model.layers[0].mlp.experts, torch.zeros(1, 64)
-    with pytest.raises(InputError, match="closed"):
-        experts(x, torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2))
-
-
 def test_the_budget_holds_slots_and_what_is_packed(small, gpu, monkeypatch):
     """Every block of the device is counted; a byte less than the least is refused; the plan says what is pinned."""
     model = load(small, PINNED, room=ROOM, **ALL)
@@ -193,7 +177,3 @@ def test_the_budget_holds_slots_and_what_is_packed(small, gpu, monkeypatch):
 def test_what_cannot_be_is_refused(small):
     with pytest.raises(InputError, match=r"paged:lo=pinned is for a GPU"):
         load_for_logits(small, policy=PINNED, device_memory=1 << 40)
-    with pytest.raises(InputError, match=r"theta needs passes that wait, and no pass waits under lo=pinned"):
-        load_for_logits(small, policy="paged:lo=pinned,theta=0.5", device_memory=1 << 40)
-    with pytest.raises(InputError, match=r"lo is stored or pinned, not 'host'"):
-        load_for_logits(small, policy="paged:lo=host", device_memory=1 << 40)

@@ -218,6 +218,8 @@ def test_experts_are_ranked_by_what_they_save():
         ("paged:theta=0", "theta above 0"),
         ("paged:interval=-1", "at least 0"),
         ("paged:stagger=maybe", "yes or no"),
+        ("paged:lo=host", "lo is stored or pinned, not 'host'"),
+        ("paged:lo=pinned,theta=0.5", "theta needs passes that wait, and no pass waits under lo=pinned"),
         ("prefill:alpha=2", "alpha must be from 0 to 1"),
         ("prefill:k=-2", "k must be at least 0"),
         ("random:seed=x", "seed=NUMBER"),
@@ -226,6 +228,40 @@ def test_experts_are_ranked_by_what_they_save():
 def test_options_are_checked(text, word):
     with pytest.raises(InputError, match=word):
         parse_policy(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("hotness:hi=w4,lo=bf16", "lo=bf16 is not below hi=w4"),
+        ("hotness:hi=w2", "no version below w2"),
+        ("hotness:hi=w9,lo=absent", "no version 'w9'"),
+        ("hotness:hi=w9,lo=stored", "no version 'w9'"),
+        ("hotness:hi=w2,lo=w4@pinned", "lo=w4@pinned is above hi=w2"),
+        ("hotness:lo=w5@pinned", "no version 'w5'"),
+        ("hotness:lo=@pinned", "no version ''"),
+        ("lru:lo=w9", "no version 'w9'"),
+        ("lru:hi=w9,lo=absent", "no version 'w9'"),
+        ("lru:lo=w4@pinned", "no version 'w4@pinned'"),
+        ("importance:hi=w1", "no version 'w1'"),
+        ("importance:hi=w2,lo=w4", "not below"),
+        ("importance:lo=w2@host", "no version 'w2@host'"),
+        ("importance:lo=w2@pinned", "no version 'w2@pinned'"),
+        ("prefill:bits=1.5", "bits=1.5: an average is from 2 to 4"),
+        ("prefill:bits=4.1", "bits=4.1: an average is from 2 to 4"),
+        ("prefill:bits=3,selector=no", "bits=3 with selector=no: one of the widths here, 4, 2"),
+        ("prefill:hi=w3", "no version 'w3': here are bf16, w4, w2"),
+    ],
+)
+def test_ladders_need_versions_that_are_here(text, word):
+    with pytest.raises(InputError, match=word):
+        parse_policy(text).options.ladders(VERSIONS)
+
+
+@pytest.mark.parametrize("policy", ["hotness", "lru", "uniform", "random", "paged", "prefill", "importance"])
+def test_these_need_a_budget(policy):
+    with pytest.raises(InputError, match="needs a memory budget"):
+        parse_policy(policy, in_budget=False)
 
 
 def test_below_the_lowest_version_experts_may_be_absent():
@@ -237,8 +273,6 @@ def test_below_the_lowest_version_experts_may_be_absent():
     assert ladders("lo=absent") == [("bf16", "w4", "w2", "absent"), ("w4", "w2", "absent"), ("w2", "absent")]
     assert ladders("hi=w4,lo=absent") == [("w4", "w2", "absent")]
     assert ladders("lo=absent,between=no") == [("bf16", "absent"), ("w4", "absent"), ("w2", "absent")]
-    with pytest.raises(InputError, match="no version 'w9'"):
-        ladders("hi=w9,lo=absent")
     options = parse_policy("hotness:lo=absent").options
     assert options.keeps_low and not options.on_demand and options.spare_blocks == 0
     losses = [[[0.0, 1.0, 9.0]] * 3]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from fake_cuda import REGISTERS
 from live_models import at, ids, load, logits, same, wait_for
-from support import load_for_logits
 
 import moepack
 from moepack.pack.errors import InputError
@@ -210,17 +209,6 @@ def test_it_stays_pinned_while_kernels_read_it(small, gpu):
     assert gpu.gpu.reading
     model.moepack.close()
     assert not gpu.cudart.registered and not gpu.gpu.reading and not gpu.wrong()
-
-
-@pytest.mark.parametrize(
-    ("policy", "said"),
-    [("hotness:hi=w2,lo=w4@pinned", r"lo=w4@pinned is above hi=w2"), ("hotness:lo=w5@pinned", r"no version 'w5'"),
-     ("hotness:lo=@pinned", r"no version ''"), ("lru:lo=w4@pinned", r"no version 'w4@pinned'"),
-     ("importance:lo=w2@pinned", r"no version 'w2@pinned'")],
-)  # fmt: skip
-def test_what_cannot_be_is_refused(small, policy, said):
-    with pytest.raises(InputError, match=said):
-        load_for_logits(small, policy=policy, device_memory=1 << 40)
 
 
 def test_page_entries_are_in_the_budget(small):

@@ -35,10 +35,10 @@ from moepack.runtime.residency.on_demand import OnDemandLoader
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))
 PAGES = {"bf16": 5, "bf16@packed": 3, "w4": 4, "w3": 3, "w2": 2, "w1": 1}
 _PLACE = re.compile("@(host|pinned)$")
-SHARED = ["hotness:interval=0,prior=none", "hotness:interval=0,between=no", "prefill:bits=2", "prefill:k=1,bits=3"]
+SHARED = ["hotness:interval=0,prior=none", "hotness:interval=0,between=no", "prefill:bits=2"]
 SHARED += ["hotness:interval=0,lo=absent", "hotness:interval=0,lo=w2@pinned"]
 BLOCKING = ["lru:hi=bf16,lo=w2", "lru:hi=w4,lo=absent", "importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent,r=0.5"]
-BLOCKING += ["importance:hi=bf16,lo=w2,reuse=no,r=0.75", "importance:hi=w4,lo=w2,by=random,prefetch=no"]
+BLOCKING += ["importance:hi=bf16,lo=w2,reuse=no,r=0.75"]
 
 
 def served(text, room):

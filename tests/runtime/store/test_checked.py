@@ -1,8 +1,10 @@
 """The record of checked digests: what it spares, what it still finds, and whose files and records count."""
 
+import hashlib
 import json
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,20 +16,10 @@ from moepack.runtime.store import checked
 from moepack.runtime.store import files as store_module
 
 
-@pytest.fixture
-def digests(monkeypatch, tmp_path):
-    """One item for each extent that is digested; the record is in a cache of its own."""
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """The record is in a cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    real, seen = store_module.hashlib.sha256, []
-
-    class Counting:
-        @staticmethod
-        def sha256(*given):
-            seen.append(1)
-            return real(*given)
-
-    monkeypatch.setattr(store_module, "hashlib", Counting)
-    return seen
 
 
 def of_dense(bundle):
@@ -40,7 +32,7 @@ def load(bundle, **options):
     ).moepack.close()
 
 
-def test_what_was_checked_is_not_digested_again(damaged, digests, tmp_path):
+def test_what_was_checked_is_not_digested_again(damaged, tmp_path):
     """A changed file is: the whole of it, and of others nothing. Without the option the record is not read."""
     load(damaged, checked=None)
     assert not list(tmp_path.glob("cache/moepack/checked/*"))
@@ -64,7 +56,7 @@ def test_what_was_checked_is_not_digested_again(damaged, digests, tmp_path):
         load(damaged)
 
 
-def test_a_reset_time_is_found(damaged, digests):
+def test_a_reset_time_is_found(damaged):
     """mtime can be set back, the time of that change cannot."""
     load(damaged)
     file = damaged / "experts" / "w4" / "layer-002.safetensors"
@@ -78,7 +70,7 @@ def test_a_reset_time_is_found(damaged, digests):
 
 @pytest.mark.parametrize("what", ["file", "folder", "owner"])
 def test_files_that_others_may_write_are_always_digested(
-    what, damaged, digests, tmp_path, caplog,
+    what, damaged, tmp_path, caplog,
     monkeypatch,
 ):  # fmt: skip
     if what == "owner":
@@ -90,7 +82,7 @@ def test_files_that_others_may_write_are_always_digested(
     assert "others may write it" in caplog.text and not list(tmp_path.glob("cache/moepack/checked/*"))
 
 
-def test_a_record_that_is_not_ones_own_is_ignored(damaged, digests, tmp_path):
+def test_a_record_that_is_not_ones_own_is_ignored(damaged, tmp_path):
     load(damaged)
     (record,) = tmp_path.glob("cache/moepack/checked/*")
     good = record.read_bytes()
@@ -99,7 +91,7 @@ def test_a_record_that_is_not_ones_own_is_ignored(damaged, digests, tmp_path):
     for bad in (b"", b"{", b"[" * 100_000, b"[[1]]", b"7", *(json.dumps(x).encode() for x in (infinite, short))):
         record.write_bytes(bad)
         assert checked._read(record) == {}
-        load(damaged)
+    load(damaged)
     record.write_bytes(good)
     record.chmod(0o666)
     assert checked._read(record) == {}
@@ -109,7 +101,7 @@ def test_a_record_that_is_not_ones_own_is_ignored(damaged, digests, tmp_path):
     assert open_bundle(damaged).path == damaged
 
 
-def test_a_file_is_recorded_with_its_digest(damaged, digests, edit_manifest):
+def test_a_file_is_recorded_with_its_digest(damaged, edit_manifest):
     """Where another manifest comes to the same file, the file is digested again."""
     load(damaged)
     edit_manifest(damaged, lambda document: document["files"]["model.safetensors"].update(sha256="0" * 64))
@@ -117,11 +109,26 @@ def test_a_file_is_recorded_with_its_digest(damaged, digests, edit_manifest):
         load(damaged)
 
 
-def test_a_change_while_a_file_is_read_is_found_later(damaged, digests):
-    store = store_module.BackingStore(open_bundle(damaged), checks_again=False)
+@pytest.mark.parametrize("checks_again", [False, True])
+def test_an_extent_is_digested_again_once_its_file_has_changed(damaged, checks_again, monkeypatch):
+    """Even by a change while it was read. Where no pass waits for copies it is digested each time."""
+    digested, real = [], hashlib.sha256
+
+    def counting():
+        made = real()
+        return SimpleNamespace(
+            update=lambda part: (digested.append(len(part)), made.update(part)), hexdigest=made.hexdigest
+        )
+
+    store = store_module.BackingStore(open_bundle(damaged), checks_again=checks_again)
     stored = store.stored("w4", 2, 5)
     out = np.empty(stored.size, np.uint8)
-    stored.read_into(out, after=lambda begin, end: damage(damaged, "w4", 2, [5]))
-    with pytest.raises(BundleError, match="layer 2, expert 5"):
+    monkeypatch.setattr(store_module, "hashlib", SimpleNamespace(sha256=counting))
+    for _ in range(2):
         stored.read_into(out)
+    assert sum(digested) == stored.size * (1 + checks_again)
+    again = store.stored("w4", 2, 6)
+    again.read_into(out, after=lambda begin, end: damage(damaged, "w4", 2, [6]))
+    with pytest.raises(BundleError, match="layer 2, expert 6"):
+        again.read_into(out)
     store.close()

@@ -15,7 +15,7 @@ from fake_cuda import READS_ONLY, REGISTERS, FakeCudart
 from support import PATIENCE, damage, open_files
 
 from moepack.pack.reader import open_bundle
-from moepack.runtime.store import filling, host_limit, pinning
+from moepack.runtime.store import filling, pinning
 from moepack.runtime.store.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
 from moepack.runtime.store.files import BackingStore
 from moepack.runtime.store.pinned import HostStore, plan_pieces
@@ -248,28 +248,6 @@ def test_regions_in_order():
     assert {(p.file[1], e) for p in few for e in p.experts} == {(1, 0), (1, 3), (0, 1)}
     large = plan_pieces({("w4", 0): {0: 50, 1: 50}}, {("w4", 0): [1, 2]}, 60, in_place=False, most=20)
     assert [(p.experts, p.size) for p in large] == [((1,), 50)], "an extent above a region's size is one of its own"
-
-
-def test_host_limits(tmp_path):
-    limits = host_limit.host_limits(tmp_path, tmp_path / "none")
-    assert limits["cgroup_bytes"] is None
-    assert limits["pinnable_bytes"] == max(0, limits["available_bytes"] - limits["margin_bytes"])
-    inner = tmp_path / "a" / "b"
-    inner.mkdir(parents=True)
-    (tmp_path / "self").write_text("0::/a/b\n")
-    for group, most, taken in ((inner, "max", 5), (tmp_path / "a", str(6 * GIB), 3 * GIB)):
-        (group / "memory.max").write_text(most + "\n")
-        (group / "memory.current").write_text(f"{taken}\n")
-    (tmp_path / "a" / "memory.stat").write_text(f"anon 7\ninactive_file {GIB}\nactive_file {GIB}\n")
-    assert host_limit.cgroup_room(tmp_path, tmp_path / "self") == 5 * GIB, "a group above it, less cache that can go"
-    old = tmp_path / "old" / "memory" / "x"
-    old.mkdir(parents=True)
-    (tmp_path / "old" / "self").write_text("4:memory:/x\n3:cpu:/\n")
-    (old / "memory.limit_in_bytes").write_text(str(3 * GIB))
-    (old / "memory.usage_in_bytes").write_text(str(GIB))
-    (tmp_path / "old" / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712")
-    (tmp_path / "old" / "memory" / "memory.usage_in_bytes").write_text("1")
-    assert host_limit.cgroup_room(tmp_path / "old", tmp_path / "old" / "self") == 2 * GIB
 
 
 # --- while filling, and after

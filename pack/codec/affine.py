@@ -48,7 +48,7 @@ class AffineMatrix:
         """The weights, float32 [rows, cols]: scale * (level - zero)."""
         rows, cols = self.codes.shape
         zero, scale = self.grid(version)
-        out = levels(self.codes, version).astype(np.float32)
+        out: npt.NDArray[np.float32] = levels(self.codes, version).astype(np.float32)
         if cols % version.group_size:
             group = np.arange(cols) // version.group_size
             out -= zero[:, group]
@@ -72,7 +72,7 @@ def unstored_zero(version: Version) -> float:
     """The zero point of every group of a version that stores none, in levels."""
     if version.trellis:
         return trellis.ZERO
-    return 2 ** (version.bits - 1) if version.zero == "symmetric" else (2**version.bits - 1) / 2
+    return 1 << (version.bits - 1) if version.zero == "symmetric" else ((1 << version.bits) - 1) / 2
 
 
 def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Stored]) -> Buffer:

@@ -67,9 +67,9 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
-def in_a_line(error: BaseException, most: int = 300) -> str:
+def in_a_line(error: BaseException) -> str:
     """Another library's error as one `printable` line; a message of at most one word follows its class's name."""
-    words = printable(" ".join(str(error).split())[:most])
+    words = printable(" ".join(str(error).split())[:300])
     name = type(error).__name__
     return words if " " in words else f"{name} {words}".rstrip()
 

@@ -49,14 +49,16 @@ def patiently(call: Callable[[], Answer], note: Callable[[str], object] = lambda
 
 
 @contextmanager
-def in_one_line(name: str) -> Iterator[None]:
-    """Turn errors of requests for `name`, of whichever library, into InputError of one line; ours stay as they are."""
+def in_one_line(
+    name: str, use: Literal["read", "write"] = "read", kind: type[MoepackError] = InputError
+) -> Iterator[None]:
+    """Turn errors of requests for `name`, of whichever library, into one line of a `kind`; ours stay as they are."""
     try:
         yield
     except MoepackError:
         raise
     except Exception as error:
-        raise InputError(f"{name}: {reason(error)}") from None
+        raise kind(f"{name}: {reason(error, use)}") from None
 
 
 def _repeated(error: HfHubHTTPError) -> bool:
@@ -96,6 +98,8 @@ def reason(error: BaseException, use: Literal["read", "write"] = "read") -> str:
 
 def _answered(error: HfHubHTTPError, use: str) -> str:
     """Explain an answer of the Hub that is an error."""
+    from urllib.parse import urlsplit
+
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -103,7 +107,7 @@ def _answered(error: HfHubHTTPError, use: str) -> str:
     status = answer.status_code
     message = " ".join((error.server_message or "").split())
     said = f"{status}: {message[:200]}" if message else str(status)
-    if answer.url.host != _host(constants.ENDPOINT):
+    if answer.url.host != urlsplit(constants.ENDPOINT).hostname:
         return f"the Hub's storage at {answer.url.host} refuses the request ({said}): {AGAIN}"
     if isinstance(error, GatedRepoError):
         return "gated: ask for access on its page, and log in with hf auth login"
@@ -127,12 +131,6 @@ def _answered(error: HfHubHTTPError, use: str) -> str:
     line = f"{constants.ENDPOINT} refuses {answer.request.method} {answer.url.path} ({said})"
     explained = "X-Error-Code" in answer.headers or "X-Error-Message" in answer.headers
     return line if explained else f"{line}: check that HF_ENDPOINT names a Hub"
-
-
-def _host(address: str) -> str | None:
-    from urllib.parse import urlsplit
-
-    return urlsplit(address).hostname
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -50,7 +50,8 @@ class Bundle:
     @property
     def files(self) -> dict[str, int]:
         """Sizes of the files outside `experts/` and `dense/` that are here: what only an export needs may be absent."""
-        return _files(self.path, self.manifest)
+        names = (n for n in self.manifest.files if n != LEFTOVERS or os.path.lexists(self.path / n))
+        return {name: self.manifest.files[name].size for name in names}
 
     @property
     def expert_weights(self) -> int:
@@ -211,7 +212,8 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
     present = tuple(v for v in manifest.versions if here(v, manifest.layers))
     dense = tuple(v for v in manifest.dense_versions if here(v, manifest.dense_layers))
     names = (*manifest.layer_files((), dense), *manifest.layer_files(present, ()))
-    sizes = _files(root, manifest)
+    bundle = Bundle(root, manifest, present, dense)
+    sizes = bundle.files
     sizes |= {name: manifest.expert_files[name].size for name in names}
     problems: list[Problem] = []
     for name, listed in sizes.items():
@@ -228,12 +230,7 @@ def open_bundle(path: str | Path, skip_partial: bool = False) -> Bundle:
         problems.append(Problem(str(root), "missing", "no version of the dense matrices is here"))
     if problems:
         raise BundleError(problems)
-    return Bundle(root, manifest, present, dense)
-
-
-def _files(root: Path, manifest: Manifest) -> dict[str, int]:
-    names = (n for n in manifest.files if n != LEFTOVERS or os.path.lexists(root / n))
-    return {name: manifest.files[name].size for name in names}
+    return bundle
 
 
 def unlisted(bundle: Bundle) -> list[str]:

@@ -232,10 +232,7 @@ class BundleWriter:
             self._carry(name)
         for name in (*self._files, *self._expert_files):
             sync(self.root / name)
-        with (self.root / MANIFEST).open("wb") as f:
-            f.write(manifest.to_json())
-            f.flush()
-            os.fsync(f.fileno())
+        replace_file(self.root / MANIFEST, manifest.to_json())
         for directory in (*(p for p in self.root.rglob("*") if p.is_dir()), self.root):
             sync(directory)
         if self._keep is None:

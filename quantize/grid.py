@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moepack.pack.codec import trellis
-from moepack.pack.codec.affine import AffineMatrix
+from moepack.pack.codec.affine import AffineMatrix, levels, unstored_zero
 from moepack.pack.codec.bits import Bf16Bits
 from moepack.pack.spec import BLOCK_ROWS, Version
 
@@ -65,11 +64,11 @@ def grouped(weight: Tensor, group_size: int) -> Tensor:
     return weight.reshape(*weight.shape[:-1], -1, group_size)
 
 
-def zero_values(scale: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+def zero_values(scale: Tensor, zero: Tensor | None, version: Version) -> Tensor:
     """Zero points in units of a code, float32, shaped like `scale`."""
     if zero is None:
-        return torch.full_like(scale, ((1 << bits) - 1) / 2, dtype=torch.float32)
-    return zero.float() * 2.0 ** (bits - 8)
+        return torch.full_like(scale, unstored_zero(version), dtype=torch.float32)
+    return zero.float() * 2.0 ** (version.bits - 8)
 
 
 def fix_zero(zero: Tensor, bits: int) -> Tensor:
@@ -115,7 +114,7 @@ def raised(weight: Tensor, q: Quantised, version: Version) -> Quantised:
     zero = q.zero
     if zero is not None:
         top = (1 << version.bits) - 1
-        whole = fix_zero(zero_values(q.scale, zero, version.bits).round().clamp(0, top), version.bits)
+        whole = fix_zero(zero_values(q.scale, zero, version).round().clamp(0, top), version.bits)
         zero = torch.where(few, whole, zero)
     made = round_to_grid(weight, larger, zero, version)
     wide = few.repeat_interleave(version.group_size, -1)[..., : weight.shape[-1]]
@@ -128,7 +127,7 @@ def round_to_grid(weight: Tensor, scale: Tensor, zero: Tensor | None, version: V
     top = (1 << version.bits) - 1
     for at in _parts(weight):
         part = grouped(weight[at], version.group_size) / scale[at].float()[..., None]
-        part.add_(zero_values(scale[at], None if zero is None else zero[at], version.bits)[..., None])
+        part.add_(zero_values(scale[at], None if zero is None else zero[at], version)[..., None])
         codes[at] = part.round_().clamp_(0, top).flatten(-2)[..., : weight.shape[-1]]
     return Quantised(codes, scale, zero)
 
@@ -149,7 +148,7 @@ def with_zeros(weight: Tensor, q: Quantised, version: Version, symmetric: bool) 
         high = parts.amax(-1).clamp_(min=0)
         scale = fix_scale(torch.maximum(high / (top - middle), -low / middle), version.scale_bits)
         return round_to_grid(weight, scale, fix_zero(torch.full_like(scale.float(), middle), version.bits), version)
-    zero = fix_zero(zero_values(q.scale, q.zero, version.bits).round().clamp(0, top), version.bits)
+    zero = fix_zero(zero_values(q.scale, q.zero, version).round().clamp(0, top), version.bits)
     made = round_to_grid(weight, q.scale, zero, version)
     same = (zero == q.zero).repeat_interleave(version.group_size, -1)[..., : weight.shape[-1]]
     return Quantised(torch.where(same, q.codes, made.codes), q.scale, zero)
@@ -159,13 +158,8 @@ def dequantise(q: Quantised, version: Version) -> Tensor:
     """The values of a batch, float32 [experts, rows, cols], exact."""
     out = torch.empty(q.codes.shape, dtype=torch.float32, device=q.codes.device)
     for at in _parts(out):
-        if version.trellis:
-            codes = trellis.levels(q.codes[at].int(), version.bits)
-            zero = torch.full_like(q.scale[at], trellis.ZERO, dtype=torch.float32)
-        else:
-            codes = q.codes[at]
-            zero = zero_values(q.scale[at], None if q.zero is None else q.zero[at], version.bits)
-        values = grouped(codes.float(), version.group_size)
+        zero = zero_values(q.scale[at], None if q.zero is None else q.zero[at], version)
+        values = grouped(levels(q.codes[at], version).float(), version.group_size)
         values.sub_(zero[..., None]).mul_(q.scale[at].float()[..., None])
         out[at] = values.flatten(-2)[..., : out.shape[-1]]
     return out

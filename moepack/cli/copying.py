@@ -12,7 +12,7 @@ from moepack.runtime.planning.options import LoadOptions
 from moepack.shared.progress import progress
 
 from .options import Bundle, Dense, Fitted, Json, Names, Output, Quiet, loading, names_of
-from .output import print_json, show
+from .output import show
 
 if TYPE_CHECKING:
     from moepack.export.report import Exported
@@ -174,6 +174,7 @@ def pull(
 ) -> None:
     """Download a bundle or some versions, or export some for another program; run again to continue."""
     from moepack.hub import pull as run
+    from moepack.pack.reader import open_bundle
 
     if program is not None:
         from moepack.export import Wanted
@@ -195,9 +196,5 @@ def pull(
     with progress(quiet) as reporter:
         fit = _budgeted(options)
         path = run(repo, output, names_of(versions), revision, reporter, names_of(add), fit, names_of(dense))
-    if as_json:
-        from moepack.pack.reader import open_bundle
-
-        print_json({"bundle": str(path), "versions": [v.name for v in open_bundle(path).versions]})
-    else:
-        typer.echo(f"{path}: complete and verified")
+    versions_here = [v.name for v in open_bundle(path).versions]
+    show({"bundle": str(path), "versions": versions_here}, as_json, f"{path}: complete and verified")

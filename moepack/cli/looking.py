@@ -9,10 +9,9 @@ from typing import Annotated
 import typer
 
 from moepack.runtime.planning.options import GENERATION, LoadOptions
-from moepack.runtime.policies.registry import usages
 from moepack.shared.progress import progress
 
-from .options import Bundle, Json, Quiet, complete_policy, loading
+from .options import Bundle, Json, Quiet, loading
 from .output import console, fail, print_json, show
 
 
@@ -61,29 +60,11 @@ def verify(
         fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
 
 
-_BUDGET = typer.Option("--device-memory", help="The budget, such as 24GiB or 800MB. Give this or --memory.")
+_PLANNED = ("policy", "device_memory", "memory", "dense", "max_tpot", "profile", "kv")
 _ANYWHERE = typer.Option("--device", help="cpu, cuda ...; not necessarily on this machine.")
-_POLICY = typer.Option("--policy", autocompletion=complete_policy, help=f"{usages()}; by default hotness.")
-_CACHED = typer.Option("--kv-tokens", min=0, help="Tokens of KV cache for each sequence.")
-_PASS = typer.Option("--prefill-tokens", min=0, help="Tokens of each sequence in the largest forward pass.")
-_ALL = typer.Option("--all-logits", help="A pass returns the logits of all its tokens.")
-_SEQUENCES = typer.Option("--batch", min=1, help="Sequences that are computed together.")
 
 
-@loading(
-    "dense",
-    "max_tpot",
-    "memory",
-    "profile",
-    "kv",
-    device_memory=(Annotated[str | None, _BUDGET], None),
-    policy=(Annotated[str | None, _POLICY], None),
-    kv_tokens=(Annotated[int, _CACHED], GENERATION["kv_tokens"]),
-    prefill_tokens=(Annotated[int, _PASS], GENERATION["prefill_tokens"]),
-    all_logits=(Annotated[bool, _ALL], GENERATION["all_logits"]),
-    batch=(Annotated[int, _SEQUENCES], GENERATION["batch"]),
-    device=(Annotated[str, _ANYWHERE], "cpu"),
-)
+@loading(*_PLANNED, **GENERATION, device=(Annotated[str, _ANYWHERE], "cpu"))
 def plan(bundle: Bundle, options: LoadOptions, as_json: Json = False) -> None:
     """Plan a memory budget: versions, loss and speed. By default for generate with a prompt of 512 tokens."""
     from moepack.reports import plan as planning

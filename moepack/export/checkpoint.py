@@ -68,19 +68,9 @@ def export_checkpoint(
     exact = stream.native
     counts = {exact.name: sum(x.experts for x in bundle.layers)}
     dense = lossless(bundle.dense_versions)
-    report = Exported(
-        "checkpoint",
-        target,
-        needed,
-        released_bits(bundle, exact),
-        (),
-        True,
-        0.0,
-        counts,
-        (dense.name,) if dense else (),
-        len(wanted),
-        left_out,
-    )
+    of_dense = (dense.name,) if dense else ()
+    bits = released_bits(bundle, exact)
+    report = Exported("checkpoint", target, needed, bits, (), True, 0.0, counts, of_dense, len(wanted), left_out)
     if dry_run:
         return report
     made_for = {"target": "released", "bundle": identity(bundle), "libraries": libraries()}
@@ -217,9 +207,8 @@ def _experts(bundle: Bundle, stream: StreamedModel, position: int, some: range) 
     import numpy as np
     import torch
 
-    exact = lossless(bundle.versions)
+    exact = stream.native
     layer = bundle.layers[position]
-    assert exact is not None
     decoded = [exact.decode(layer.matrices, bundle.extent(exact.name, position, e)) for e in some]
     of_matrix = [[one[m] for one in decoded] for m in range(len(layer.matrices))]
     own: list[NativeWeight | Tensor] = [

@@ -53,20 +53,15 @@ def choose(bundle: Bundle, target: Target, wanted: Wanted) -> ExportJob:
         raise InputError(f"{' and '.join(given)}: each chooses what to export: give only one")
     if wanted.fit is not None and wanted.lossy is not None:
         raise InputError("--fit and --lossy: what llama.cpp makes has its size then: leave --fit out")
-    if wanted.fit is not None:
-        _check(job, target)
-        target.check(job)
-        return replace(job, experts=_fitting(job, target, wanted.fit))
-    if wanted.map is not None:
-        if wanted.map != "allocation" and not wanted.map.endswith(".json"):
-            raise InputError(f"--map {wanted.map}: give a .json file, as for static:FILE.json, or allocation")
-        experts = static_map(bundle, wanted.map)
-    else:
-        experts = static_map(bundle, named(bundle, target, wanted.bits))
-    job = replace(job, experts=experts)
+    if wanted.map is not None and wanted.map != "allocation" and not wanted.map.endswith(".json"):
+        raise InputError(f"--map {wanted.map}: give a .json file, as for static:FILE.json, or allocation")
+    if wanted.fit is None:
+        experts = static_map(bundle, wanted.map or named(bundle, target, wanted.bits))
+        job = replace(job, experts=experts)
     _check(job, target)
-    target.check(job)
-    return job
+    if wanted.fit is None:
+        return job
+    return replace(job, experts=_fitting(job, target, wanted.fit))
 
 
 def named(bundle: Bundle, target: Target, bits: str | None) -> str:
@@ -92,14 +87,13 @@ def _check(job: ExportJob, target: Target) -> None:
         if why := target.refusal(job.bundle, version, dense):
             of = " of dense matrices" if dense else ""
             raise InputError(f"--to {target.name}: {version.name}{of} is not exported: {why}")
-    if target.mixes or not job.experts:
-        return
-    for layer, row in zip(job.bundle.layers, job.experts, strict=True):
-        if len(set(row)) > 1:
+    for layer, row in zip(job.bundle.layers, job.experts, strict=False):  # with --fit none is chosen yet
+        if len(set(row)) > 1 and not target.mixes:
             raise InputError(
                 f"--to {target.name} has one width for all experts of a layer, and the map gives layer {layer.index} "
                 f"{', '.join(sorted(set(row)))}: take --fit, which chooses one a layer, or --to checkpoint"
             )
+    target.other_bytes(job)  # raises, too
 
 
 def _shard(size: str | None) -> int:
@@ -140,7 +134,8 @@ def _fitting(job: ExportJob, target: Target, size: str) -> Versions:
     layers = range(len(job.bundle.layers))
     room = budget - target.other_bytes(job)
     sizes = [[float(target.layer_bytes(job, p, v)) for v in versions] for p in layers]
-    losses = [_layer_losses(rows) for rows in _losses(job.bundle, versions)]
+    by_expert = [expected_losses(costs, "logits") for costs in bundle_costs(job.bundle, versions)]
+    losses = [[sum(column) for column in zip(*experts, strict=True)] for experts in by_expert]
 
     def made(chosen: Sequence[int]) -> ExportJob:
         rows = zip(chosen, job.bundle.layers, strict=True)
@@ -158,14 +153,6 @@ def _fitting(job: ExportJob, target: Target, size: str) -> Versions:
         if over <= 0:
             return found.experts
         room -= over  # headers, which sizes leave out
-
-
-def _losses(bundle: Bundle, versions: Sequence[Version]) -> list[list[list[float]]]:
-    return [expected_losses(costs, "logits") for costs in bundle_costs(bundle, versions)]
-
-
-def _layer_losses(experts: Sequence[Sequence[float]]) -> list[float]:
-    return [sum(column) for column in zip(*experts, strict=True)]
 
 
 def expected_loss(job: ExportJob) -> float:

@@ -22,8 +22,7 @@ from .files import Entries
 from .layout import CheckpointTensor
 from .plain import SafetensorsTarget
 from .targets import MIXED, ROTATED, ExportJob
-from .values import Values
-from .words import words
+from .values import Values, words
 from .zeros import not_whole, zero_points
 
 if TYPE_CHECKING:

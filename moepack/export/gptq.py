@@ -18,8 +18,7 @@ from .compressed import Coded, matrices_of
 from .files import Entries
 from .layout import CheckpointTensor
 from .targets import ExportJob
-from .values import Values
-from .words import words
+from .values import Values, words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,10 +99,6 @@ class Gptq(Coded):
                 "dynamic": dynamic,
             }
         }
-
-    def notes(self, job: ExportJob) -> tuple[str, ...]:
-        """See Target."""
-        return ()
 
 
 TARGET = Gptq("gptq", mixes=False)

@@ -48,10 +48,6 @@ class SafetensorsTarget(Target):
     def check_model(self, job: ExportJob) -> None:
         """See Target."""
 
-    def check(self, job: ExportJob) -> None:
-        """See Target."""
-        self.other_bytes(job)
-
     def exact(self, job: ExportJob) -> bool:
         """See Target."""
         return all(v.name in _HELD_BY_BF16 for v in (*job.used, *job.dense))

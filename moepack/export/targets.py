@@ -82,10 +82,6 @@ class Target(ABC):
         """Raise InputError for a model that this target holds in no version. Comes first, and reads no weight."""
 
     @abstractmethod
-    def check(self, job: ExportJob) -> None:
-        """Raise InputError, by name, for what this target cannot hold of a job. Reads no weight."""
-
-    @abstractmethod
     def exact(self, job: ExportJob) -> bool:
         """Whether the format's own library reads every value bit for bit."""
 
@@ -95,7 +91,7 @@ class Target(ABC):
 
     @abstractmethod
     def other_bytes(self, job: ExportJob) -> int:
-        """Bytes of everything outside the experts."""
+        """Bytes of everything outside the experts. Raises InputError, by name, for what this target cannot hold."""
 
     def notes(self, job: ExportJob) -> tuple[str, ...]:
         """Return notes for the user about the programs that read the export."""
@@ -130,7 +126,7 @@ TARGETS = {
     "compressed-tensors": "compressed",
     "gptq": "gptq",
     "gguf": "gguf",
-}  # name -> the module here with its TARGET, or what has another name there
+}  # name -> the module here with its TARGET
 
 
 def target_of(name: str, lossy: str | None = None) -> Target:
@@ -145,8 +141,7 @@ def target_of(name: str, lossy: str | None = None) -> Target:
             raise InputError(f"--to {name} --lossy {lossy}: only --to gguf has such mixes")
         quantised: Target = _module("gguf.lossy").target(lossy)
         return quantised
-    module, _, attribute = TARGETS[name].partition(".")
-    found: Target = getattr(_module(module), attribute or "TARGET")
+    found: Target = _module(TARGETS[name]).TARGET
     return found
 
 

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from moepack.pack.codec.affine import AffineMatrix, section_array, unpacked, wide_scales
-from moepack.pack.codec.bits import from_blocks
+from moepack.pack.codec.bits import from_blocks, pack_rows
 from moepack.pack.codec.rotation import turned_back
 from moepack.pack.encodings.affine import Affine
 from moepack.pack.spec import BLOCK_ROWS, Version
 from moepack.pack.values import Expert
-
-from .words import words
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -68,20 +66,21 @@ class Values:
     def _rows(self) -> int:
         return self.packed.one.matrices[self.number].rows
 
-    def _blocks(self, kind: str) -> npt.NDArray[Any]:
-        """A section of an affine version, [blocks, n, 16]."""
+    @cached_property
+    def _sections(self) -> dict[str, npt.NDArray[Any]]:
+        """The sections of an affine version by kind: [blocks, n, 16], but for outer scales [blocks] and a bias."""
         one = self.packed.one
-        (section,) = [s for s in one.version.sections(one.matrices) if (s.kind, s.matrix) == (kind, self.number)]
-        return section_array(one.extent, section)
+        sections = one.version.sections(one.matrices)
+        return {s.kind: section_array(one.extent, s) for s in sections if s.matrix == self.number}
 
     @cached_property
     def words(self) -> Tensor:
-        """The codes of an affine version in 32-bit words along a row (words.py), int32 [rows, n].
+        """The codes of an affine version in 32-bit words along a row (see `words`), int32 [rows, n].
 
         Versions of one plane keep them so; no code is unpacked.
         """
         if self._whole_words:
-            return torch.from_numpy(from_blocks(self._blocks("plane0"), self._rows).view(np.int32))
+            return torch.from_numpy(from_blocks(self._sections["plane0"], self._rows).view(np.int32))
         return words(self.codes, self.version.bits)
 
     @cached_property
@@ -89,7 +88,7 @@ class Values:
         """Return `words` transposed, int32 [n, rows]. A bundle stores sixteen rows of a word together."""
         if not self._whole_words:
             return words(self.codes, self.version.bits).T.contiguous()
-        blocks = self._blocks("plane0").view(np.int32)
+        blocks = self._sections["plane0"].view(np.int32)
         turned = np.ascontiguousarray(blocks.transpose(1, 0, 2)).reshape(blocks.shape[1], -1)
         return torch.from_numpy(turned[:, : self._rows])
 
@@ -113,11 +112,7 @@ class Values:
         one = self.packed.one
         planes = self.version.planes
         m = one.matrices[self.number]
-        parts = {
-            s.kind: section_array(one.extent, s)
-            for s in one.version.sections(one.matrices)
-            if s.matrix == self.number and s.kind != "bias"
-        }
+        parts = {kind: part for kind, part in self._sections.items() if kind != "bias"}
         out = torch.empty(m.rows, m.cols, dtype=torch.bfloat16)
         step = max(1, _FEW // m.cols // BLOCK_ROWS)
         for at in range(0, -(-m.rows // BLOCK_ROWS), step):
@@ -138,7 +133,7 @@ class Values:
     @property
     def bias(self) -> Tensor:
         """The bias [rows], bfloat16."""
-        return _bf16(self._blocks("bias") if isinstance(self.version, Affine) else self.decoded.bias)
+        return _bf16(self._sections["bias"] if isinstance(self.version, Affine) else self.decoded.bias)
 
     @cached_property
     def codes(self) -> Tensor:
@@ -149,8 +144,7 @@ class Values:
     def scale(self) -> Tensor:
         """The scales of an affine version [rows, groups], bfloat16 or float16 as stored."""
         dtype = torch.float16 if self.version.scale_dtype == "F16" else torch.bfloat16
-        outer = self._blocks("outer") if self.version.scale_bits == 8 else None
-        scale = wide_scales(self._blocks("scale"), outer)
+        scale = wide_scales(self._sections["scale"], self._sections.get("outer"))
         return torch.from_numpy(from_blocks(scale, self._rows).copy()).view(dtype)  # read-only
 
     @cached_property
@@ -158,8 +152,23 @@ class Values:
         """The whole zero points of an affine version, uint8 [rows, groups], in codes."""
         if self.version.zero == "symmetric":
             return torch.full(self.scale.shape, 1 << (self.version.bits - 1), dtype=torch.uint8)
-        return torch.from_numpy(from_blocks(self._blocks("zero"), self._rows) >> (8 - self.version.bits))
+        return torch.from_numpy(from_blocks(self._sections["zero"], self._rows) >> (8 - self.version.bits))
 
 
 def _bf16(bits: npt.ArrayLike) -> Tensor:
     return torch.from_numpy(np.array(bits)).view(torch.bfloat16)
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes uint8 [rows, n], each below 2**bits, as compressed-tensors and GPTQ do: int32 [rows, ceil(n*bits/32)].
+
+    A row is one little-endian string of bits, the first code lowest; a code of 3 bits may lie in two words.
+    """
+    if 8 % bits == 0:
+        return torch.from_numpy(pack_rows(codes.numpy(), bits).view("<i4"))
+    rows, n = codes.shape
+    padded = np.zeros((rows, -(-n // 32) * 32), np.uint8)  # 3 bits: 32 codes in 3 words
+    padded[:, :n] = codes.numpy()
+    each = np.unpackbits(padded.reshape(rows, -1, 1), axis=-1, count=bits, bitorder="little")
+    packed = np.packbits(each.reshape(rows, -1), axis=-1, bitorder="little")
+    return torch.from_numpy(packed.view("<i4")[:, : -(-n * bits // 32)].copy())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from moepack.pack.errors import MoepackError
-from moepack.pack.hub_errors import reason
+from moepack.pack.hub_errors import in_one_line
 from moepack.shared.progress import Reporter
 
 
@@ -30,11 +30,8 @@ def hub_errors(repo: str, reporter: Reporter, use: Literal["read", "write"] = "r
     for logger in loggers:
         logger.addFilter(noted)
     try:
-        yield
-    except MoepackError:
-        raise
-    except Exception as error:  # of the library, the operating system or the HTTP library
-        raise HubError(f"{repo}: {reason(error, use)}") from None
+        with in_one_line(repo, use, HubError):
+            yield
     finally:
         for logger in loggers:
             logger.removeFilter(noted)

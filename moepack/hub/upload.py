@@ -21,7 +21,6 @@ from moepack.pack.hub_errors import patiently
 from moepack.pack.manifest import CARD, MANIFEST, Manifest
 from moepack.pack.manifest.parser import parse_manifest
 from moepack.pack.reader import Bundle, open_bundle
-from moepack.pack.spec import expert_file
 from moepack.pipeline.model_card import MeasuredKl, model_card
 from moepack.reports.inspect import plot
 from moepack.reports.verify import verify
@@ -180,8 +179,7 @@ def _push(
         return f"{api.endpoint}/{there.repo}/commit/{commit}"  # some Hubs answer a relative address
 
     ours = {n: size for n, size in bundle.files.items() if n not in CARD}
-    names = [expert_file(v.name, layer.index) for v in bundle.versions for layer in bundle.layers]
-    names += [n for v in bundle.dense_versions for n in bundle.manifest.dense_files(v.name)]
+    names = bundle.manifest.layer_files(bundle.versions, bundle.dense_versions)
     ours |= {n: bundle.manifest.expert_files[n].size for n in names}
     if there.manifest != manifest and (there.manifest is not None or there.pushing != manifest):
         old = files_of(api, there.repo, [MANIFEST, *sorted(there.listed - ours.keys() - {*CARD})], commit)

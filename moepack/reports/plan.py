@@ -76,15 +76,15 @@ class Planned:
     kv_tokens_most: int
     host_bytes: int  # size of the served versions' files
     per_layer: tuple[LayerPlan, ...]
+    estimated: bool  # whether activations are an estimate from shapes
     # Squared error of experts' outputs over their squares: the mean over calibration's routed tokens, with the
     # experts as they would be loaded.
-    expected_relative_loss: float | None
-    expected_relative_loss_error: float | None  # standard error of that loss; None if the bundle keeps none
-    bytes_per_token: int | None  # bytes that a decoding step of one sequence reads
-    bandwidth: float | None  # measured bytes a second of the device's memory; None for a device that is not here
+    expected_relative_loss: float | None = None
+    expected_relative_loss_error: float | None = None  # standard error of that loss; None if the bundle keeps none
+    bytes_per_token: int | None = None  # bytes that a decoding step of one sequence reads
+    bandwidth: float | None = None  # measured bytes a second of the device's memory; None for a device that is not here
     # Of decoding one sequence: predicted, or where `seconds_per_token` is None the most that `bandwidth` allows
-    expected_tokens_per_second: float | None
-    estimated: bool  # whether activations are an estimate from shapes
+    expected_tokens_per_second: float | None = None
     message: str | None = None  # why the plan is not feasible, in one line
     # On this machine's CPU, under a policy whose waits can be predicted: what takes a token's seconds, and most of them
     seconds_per_token: Speed | None = None
@@ -164,9 +164,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
 
             message = limit.too_small(bundle, TooSmallError(message, least)).text
         message = in_unit(message, options.size)
-    facts: JsonObject = dict.fromkeys(
-        ("expected_relative_loss", "expected_relative_loss_error", "bytes_per_token", "expected_tokens_per_second")
-    )
+    facts: JsonObject = {}
     if limit is not None:
         facts |= {"memory_limit_bytes": limit.bytes, "beside": limit.beside}
     layers: tuple[LayerPlan, ...] = ()
@@ -174,6 +172,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     bandwidth = memory_rate(options.device)
     if decided is not None:
         table = decided.table
+        facts |= {"table": table, "moving": decided.moving, "pinned_bytes": decided.pinned}
         fixed = Fixed(outside, fixed.kv, fixed.activations + decided.workspace, **decided.parts)
         tables = bundle.calibration()
         served = [name for name in decided.names if any(name in row for row in table)]
@@ -214,12 +213,9 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         cached,
         host,
         layers,
+        estimated,
         bandwidth=bandwidth,
-        estimated=estimated,
         message=message,
-        table=() if decided is None else decided.table,
-        moving=decided is not None and decided.moving,
-        pinned_bytes=0 if decided is None else decided.pinned,
         **facts,
     )
 

@@ -34,9 +34,8 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
     except BundleError as error:
         return list(error.problems)
     problems: list[Problem] = []
-    files = len(bundle.files) + len(bundle.versions) * len(bundle.layers)
-    files += len(bundle.dense_versions) * len(bundle.dense_layers)
-    reporter.stage("verify digests", files)
+    layer_files = bundle.manifest.layer_files(bundle.versions, bundle.dense_versions)
+    reporter.stage("verify digests", len(bundle.files) + len(layer_files))
     for name, found in verify_digests(bundle):
         reporter.step(name)
         problems += found

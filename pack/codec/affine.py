@@ -22,6 +22,7 @@ from .bits import Bf16Bits, Buffer, Codes, bf16_to_float32, from_blocks, join_pl
 # The values of scales of a byte: three bits of exponent, five of mantissa, from 1 on.
 BYTE_SCALES = ((1 + np.arange(256) % 32 / 32) * 2.0 ** (np.arange(256) // 32)).astype(np.float32)
 
+Rows = Any  # a NumPy array or a torch tensor, [..., cols]
 MIDDLE = 128  # the zero point 2^(bits-1), as it is stored
 
 
@@ -36,21 +37,18 @@ class AffineMatrix:
 
     def grid(self, version: Version) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """The zero points, in codes, and the scales, float32 [rows, groups]."""
-        if version.trellis:
-            zero = np.full(self.scale.shape, trellis.ZERO, np.float32)
-        elif self.zero is None:
-            middle = 2 ** (version.bits - 1) if version.zero == "symmetric" else (2**version.bits - 1) / 2
-            zero = np.full(self.scale.shape, middle, np.float32)
+        if self.zero is None:
+            zero = np.full(self.scale.shape, unstored_zero(version), np.float32)
         else:
             zero = self.zero.astype(np.float32) * np.float32(2.0 ** (version.bits - 8))
         half = version.scale_dtype == "F16"
         return zero, self.scale.view(np.float16).astype(np.float32) if half else bf16_to_float32(self.scale)
 
     def dequantise(self, version: Version) -> npt.NDArray[np.float32]:
-        """The weights, float32 [rows, cols]: scale * (code - zero), of a trellis code its level."""
-        (rows, cols), (zero, scale) = self.codes.shape, self.grid(version)
-        codes = trellis.levels(self.codes.astype(np.int32), version.bits) if version.trellis else self.codes
-        out = codes.astype(np.float32)
+        """The weights, float32 [rows, cols]: scale * (level - zero)."""
+        rows, cols = self.codes.shape
+        zero, scale = self.grid(version)
+        out: npt.NDArray[np.float32] = levels(self.codes, version).astype(np.float32)
         if cols % version.group_size:
             group = np.arange(cols) // version.group_size
             out -= zero[:, group]
@@ -60,6 +58,21 @@ class AffineMatrix:
         grouped -= zero[..., None]
         grouped *= scale[..., None]
         return out
+
+
+def levels(codes: Rows, version: Version) -> Rows:
+    """What a scale multiplies, less the zero point: the codes [.., cols], uint8, or a trellis version's levels."""
+    if not version.trellis:
+        return codes
+    wide = codes.astype(np.int32) if isinstance(codes, np.ndarray) else codes.int()
+    return trellis.levels(wide, version.bits)
+
+
+def unstored_zero(version: Version) -> float:
+    """The zero point of every group of a version that stores none, in levels."""
+    if version.trellis:
+        return trellis.ZERO
+    return 1 << (version.bits - 1) if version.zero == "symmetric" else ((1 << version.bits) - 1) / 2
 
 
 def encode(matrices: Sequence[Matrix], version: Version, values: Sequence[Stored]) -> Buffer:

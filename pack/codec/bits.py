@@ -37,7 +37,12 @@ def from_blocks(blocks: npt.NDArray[Number], rows: int) -> npt.NDArray[Number]:
 
 
 def pack_plane(values: Codes, bits: int) -> Words:
-    """Pack `values` [rows, cols], each below 2**bits, into words [blocks, ceil(cols*bits/32), 16]; bits: 1, 2, 4 or 8.
+    """Pack `values` as `pack_rows` does, by blocks of rows: words [blocks, ceil(cols*bits/32), 16]."""
+    return to_blocks(pack_rows(values, bits))
+
+
+def pack_rows(values: Codes, bits: int) -> Words:
+    """Pack `values` [rows, cols], each below 2**bits, into words [rows, ceil(cols*bits/32)]; bits: 1, 2, 4 or 8.
 
     Column c of a row stands at bits c*bits .. c*bits+bits-1 of the row's little-endian bit string.
     """
@@ -49,7 +54,7 @@ def pack_plane(values: Codes, bits: int) -> Words:
     packed = padded[:, 0::per_byte].copy()
     for i in range(1, per_byte):
         packed |= padded[:, i::per_byte] << np.uint8(i * bits)
-    return to_blocks(packed.view("<u4"))
+    return packed.view("<u4")
 
 
 def unpack_plane(words: Words, bits: int, rows: int, cols: int) -> Codes:

@@ -7,11 +7,12 @@ says what they are for FP8.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from ..encodings.base import Version
 from ..errors import CodecError
 from ..sections import MAX_EXTENT, PAGE, SECTION, Matrix, align
 from .bits import Bf16Bits, Buffer
@@ -84,7 +85,9 @@ def split(matrices: Sequence[Matrix], beside: Sequence[int], extent: Buffer) -> 
     return out
 
 
-def encode(matrices: Sequence[Matrix], values: Sequence[LosslessMatrix], threads: int | None) -> tuple[Buffer, int]:
+def encode_coded(
+    matrices: Sequence[Matrix], version: Version, values: Sequence[LosslessMatrix], threads: int | None
+) -> tuple[Buffer, int]:
     """Encode one expert: its extent, padding included, and its payload in bytes. `threads` defaults to all cores."""
     from . import exponent_fast
 
@@ -111,7 +114,29 @@ def payload(matrices: int, extent: Buffer) -> int:
     return table.nbytes + int(table[:, 1].sum(dtype=np.int64))
 
 
-def decode(matrices: Sequence[Matrix], extent: Buffer) -> list[LosslessMatrix]:
+def restore_coded(
+    matrices: Sequence[Matrix],
+    version: Version,
+    extent: Buffer,
+    out: Buffer,
+    threads: int | None,
+    before: Callable[[int], None],
+) -> None:
+    """Write a stored extent to `out` in its form in memory; see Version.restore."""
+    from . import exponent_fast
+
+    parts = directory(matrices, extent)
+    for section in version.sections(matrices):
+        data, bias = parts[section.matrix]
+        room = out[section.offset : section.end].view(np.uint16)
+        if section.kind == "weight":
+            before(section.matrix)
+            exponent_fast.decode_into(data, room, threads)
+        elif bias is not None:
+            room[:] = bias
+
+
+def decode_coded(matrices: Sequence[Matrix], version: Version, extent: Buffer) -> list[LosslessMatrix]:
     """Decode the matrices of one extent; biases are views of it. Raises CodecError when it is not well formed."""
     from . import exponent_fast
 

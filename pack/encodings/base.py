@@ -211,6 +211,42 @@ class Version(ABC):
         return sizes[1]
 
 
+@dataclass(frozen=True, eq=False)
+class EntropyCoded(Version):
+    """A version whose stored size depends on the values."""
+
+    entropy_coded = True
+    coder: ClassVar[str]  # the module of codec/ that codes it
+
+    def stored_sizes(self, matrices: Sequence[Matrix]) -> None:
+        """Return None: the sizes depend on the values."""
+
+    def encode(
+        self, matrices: Sequence[Matrix], values: Sequence[Stored], threads: int | None = None
+    ) -> tuple[Buffer, int]:
+        """See Version."""
+        return codec(self.coder).encode_coded(matrices, self, values, threads)  # type: ignore[no-any-return]
+
+    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[Stored]:
+        """See Version. Biases are views of the extent, or of a copy."""
+        return codec(self.coder).decode_coded(matrices, self, extent)  # type: ignore[no-any-return]
+
+    def restore(
+        self,
+        matrices: Sequence[Matrix],
+        extent: Buffer,
+        out: Buffer,
+        threads: int | None = None,
+        before: Callable[[int], None] = lambda matrix: None,
+    ) -> None:
+        """See Version. Bytes between sections stay as they are: nothing reads them."""
+        codec(self.coder).restore_coded(matrices, self, extent, out, threads, before)
+
+    def payload(self, matrices: Sequence[Matrix], extent: Buffer) -> int:
+        """See Version."""
+        return int(codec("lossless").payload(len(matrices), extent))
+
+
 KNOWN: tuple[Version, ...] = ()  # from the most to the least precise; without group sizes
 
 

@@ -6,18 +6,17 @@ codes, which are entropy-coded there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import Kind
 from ..sections import BLOCK_ROWS, GROUPS, Matrix, plane_words
 from .affine import Affine, Blocks
-from .base import Part, codec
+from .base import EntropyCoded, Part, codec
 
 if TYPE_CHECKING:
     from ..codec.bits import Buffer
-    from ..codec.released import ReleasedMatrix
 
 
 def own(dtype: str) -> Mapping[str, str]:
@@ -53,42 +52,14 @@ class Mxfp4(ReleasedFloat):
     scale_dtype = "F8_E8M0"
 
 
-class ReleasedCoded(ReleasedFloat):
+class ReleasedCoded(EntropyCoded, ReleasedFloat):
     """E4M3 codes, entropy-coded in the file where that gains (FORMAT.md, "Coded released extents")."""
 
-    entropy_coded = True
-
-    def stored_sizes(self, matrices: Sequence[Matrix]) -> None:
-        """Return None: the sizes depend on the codes."""
-
-    def encode(
-        self, matrices: Sequence[Matrix], values: Sequence[ReleasedMatrix], threads: int | None = None
-    ) -> tuple[Buffer, int]:
-        """See Version."""
-        return codec("released").encode_coded(matrices, self, values, threads)  # type: ignore[no-any-return]
-
-    def restore(
-        self,
-        matrices: Sequence[Matrix],
-        extent: Buffer,
-        out: Buffer,
-        threads: int | None = None,
-        before: Callable[[int], None] = lambda matrix: None,
-    ) -> None:
-        """See Version. Bytes between sections stay as they are: nothing reads them."""
-        codec("released").restore_coded(matrices, self, extent, out, threads, before)
-
-    def decode(self, matrices: Sequence[Matrix], extent: Buffer) -> Sequence[ReleasedMatrix]:
-        """See Version."""
-        return codec("released").decode_coded(matrices, self, extent)  # type: ignore[no-any-return]
+    coder = "released"
 
     def check(self, matrices: Sequence[Matrix], extent: Buffer) -> Iterator[tuple[Kind, str]]:
         """See Version."""
         return codec("checks").check_released(matrices, self, extent)  # type: ignore[no-any-return]
-
-    def payload(self, matrices: Sequence[Matrix], extent: Buffer) -> int:
-        """See Version."""
-        return int(codec("lossless").payload(len(matrices), extent))
 
 
 class Mxfp8(ReleasedCoded):

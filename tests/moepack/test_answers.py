@@ -31,9 +31,9 @@ def test_mistakes_are_reported_without_torch(bundle, tmp_path):
     there, gone, empty = str(bundle), str(tmp_path / "gone"), str(tmp_path)
     prompt, memory, text = ("-p", "x"), ("--device-memory", "1GB"), ("-d", "x")
     cases = [
-        (["generate", there, *prompt, "--policy", "hotnes"], "did you mean hotness"),
-        (["generate", there, *prompt, "--policy", "hotness"], "needs a memory budget"),
-        (["plan", there, *memory, "--max-tpot", "soon"], "is not a time"),
+        (["generate", there, *prompt, "--policy", "hotnes"], "did you mean hotness?"),
+        (["generate", there, *prompt, "--policy", "hotness"], "policy hotness: needs a memory budget: device_memory"),
+        (["plan", there, *memory, "--max-tpot", "soon"], "max_tpot 'soon' is not a time"),
         (["generate", gone, *prompt], "no such directory"),
         (["eval", gone, *text], "no such directory"),
         (["chat", gone], "no such directory"),
@@ -54,7 +54,7 @@ def test_mistakes_are_reported_without_torch(bundle, tmp_path):
         (["shrink", there, "-o", str(tmp_path / "s"), "--versions", "w9"], "no version 'w9'"),
         (["pull", "someone/model", "-o", str(tmp_path / "p"), "--versions", "w77"], "version 'w77' is unknown"),
         (["push", gone, "someone/model"], "no such directory"),
-        (["bench", there, "--prompt", "x"], "prompt 'x'"),
+        (["bench", there, "--prompt", "12,x"], "prompt '12,x': numbers from 1 with commas between, as 128,512"),
         (["verify", there, "--checkpoint", gone, "-q"], "no such directory"),
         (["export", gone, "-o", str(tmp_path / "e"), "--bits", "4"], "no such directory"),
         (["quantize", "--work", gone], "is not calibrated yet"),

@@ -83,23 +83,6 @@ def test_inspect_json_has_the_keys_others_rely_on(bundle, tmp_path):
     assert (tmp_path / "x" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_reports_go_to_stdout_and_progress_to_stderr(bundle, demo_model, recipe, text, evaluation, tmp_path):
-    building = (demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text)
-    few = ("--length", "32", "--samples", "2", "--policy", "static:w2")
-    for command, words, progress in (
-        (("inspect", bundle), ("bits/weight", "w3"), ""),
-        (("verify", bundle), (f"{bundle}: good",), "verify"),
-        (("verify", bundle, "--checkpoint", demo_model), (f"bit-identical with {demo_model}",), "compare"),
-        (("plan", bundle, "--device-memory", "40MB"), ("at bf16", "least that would do"), ""),
-        (("eval", bundle, "-d", evaluation, *few), ("perplexity",), "evaluate"),
-        (("build", *building, "--dry-run"), ("bundle, bytes",), "dry run"),
-        (("generate", bundle, "-p", "The history", "--max-new-tokens", "2"), ("The history",), "first token after"),
-    ):
-        code, out, err = cli(*command)
-        assert code == 0 and all(word in out for word in words), (command, out, err)
-        assert progress in err and (progress or not err) and not any(word in err for word in words), (command, err)
-
-
 def test_reports_keep_brackets(bundle, tmp_path):
     (tmp_path / "a [bold] name").symlink_to(bundle)
     shown = cli("plan", tmp_path / "a [bold] name", "--device-memory", "40MB")[1]
@@ -212,15 +195,10 @@ def make_dense(checkpoint):
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 BAD_CHECKPOINTS = {
-    "no config": (lambda c: (c / CONFIG).unlink(), ("config.json",)),
     "config not JSON": (lambda c: (c / CONFIG).write_text("{"), ("config.json", "not JSON")),
     "unknown family": (configured(model_type="mystery"), ("'mystery'", "upgrade")),
     "no model_type": (configured(model_type=None), ("model_type",)),
     "dense model": (make_dense, ("not a Mixture-of-Experts model",)),
-    "already quantised": (
-        configured(quantization_config={"quant_method": "bitsandbytes"}),
-        ("already quantised (bitsandbytes)", "the checkpoint this was made from"),
-    ),
     "no weights": (lambda c: (c / "model.safetensors").unlink(), ("model.safetensors",)),
     "truncated weights": (lambda c: truncate(c / "model.safetensors"), ("model.safetensors", "download")),
     "empty weights": (lambda c: (c / "model.safetensors").write_bytes(b""), ("too short", "download")),
@@ -266,10 +244,7 @@ def test_bad_targets(demo_model, recipe, text, tmp_path):
 
 def test_bad_recipes_and_text(demo_model, recipe, text, tmp_path):
     build = ("build", demo_model, "-o", tmp_path / "b", "-q")
-    recipe.write_text(RECIPE + "verions: [w4]\n")
-    refused(cli(*build, "-r", recipe, "-c", text), "recipe.yaml", "did you mean 'versions'")
     refused(cli(*build, "-r", "defualt", "-c", text), "did you mean 'default'")
-    recipe.write_text(RECIPE)
     (tmp_path / "short.txt").write_text("not much")
     refused(
         cli(*build, "-r", recipe, "-c", tmp_path / "short.txt"), "short.txt", "shorter than one sample of 64 tokens"
@@ -287,7 +262,6 @@ def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     static = ("--policy", "static:w2", "--device-memory", "3MB")
     refused(cli(*evaluate, *static), "needs", "the budget is 3MB")
     refused(cli(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3.08MB")
-    refused(cli("eval", tmp_path / "absent", "-d", evaluation, "-q"), "absent")
     refused(cli("plan", bundle, "--device-memory", "lots"), "size 'lots'")
     refused(cli("plan", bundle), "--device-memory or --memory")
     refused(cli("plan", bundle, "--memory", "5MB"), "a memory limit of 5MB is", "the least that would do is")
@@ -296,7 +270,6 @@ def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     refused(cli("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(cli("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
     refused(cli("bench", demo_model), "not a bundle")
-    refused(cli("bench", bundle, "--prompt", "12,x"), "--prompt '12,x'", "128,512")
     refused(cli("bench", bundle, "--prompt", "0", "--new", "0"), "nothing to measure")
     refused(cli("inspect", demo_model), "not a bundle")
     refused(cli("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
@@ -314,15 +287,12 @@ def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     ("arguments", "words"),
     [
         (("--policy", "w2"), ("'w2' is unknown: did you mean static:w2?",)),
-        (("--policy", "hotnes"), ("did you mean hotness?",)),
         (("--policy", "hotness:hi"), ("option hi has no value: write hi=...",)),
         (("--policy", "lru;prefetch=yes"), ("did you mean lru:prefetch=yes?",)),
         (("--policy", "hotness,hi=bf16"), ("did you mean hotness:hi=bf16?",)),
         (("--policy", "hotness:high=bf16"), ("option 'high' is unknown: did you mean hi=?",)),
-        (("--policy", "hotness"), ("policy hotness: needs a memory budget: --device-memory",)),
         (("--device", "gpu"), ("device gpu: did you mean cuda?",)),
         (("--dtype", "bf16"), ("dtype 'bf16' is unknown: did you mean bfloat16?",)),
-        (("--max-tpot", "soon"), ("--max-tpot 'soon'",)),
         (("--device-memory", "0.001GiB"), ("a budget of 0.001GiB", "the least that would do is 0.0", "GiB")),
         (("-p", "caf\udce9"), ("the prompt is not text in UTF-8",)),
     ],
@@ -382,16 +352,14 @@ def test_a_terminal_that_shows_ascii_alone(bundle, tmp_path):
         ("nonesuch:", []),
     ],
 )
-def test_policies_and_their_options_are_completed(incomplete, expected):
-    """By the shell's protocol of typer, in a process as a shell starts it."""
-    words = f"moepack generate bundle --policy {incomplete}"
-    environment = {
-        **os.environ, "PYTHONPATH": str(ROOT), "_MOEPACK_COMPLETE": "complete_fish",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args", "_TYPER_COMPLETE_ARGS": words,
-    }  # fmt: skip
-    code = "import sys; sys.argv = ['moepack']; from moepack.cli import main; main()"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert [line.partition("\t")[0] for line in out.stdout.splitlines() if line.strip()] == expected
+def test_policies_and_their_options_are_completed(incomplete, expected, monkeypatch):
+    """By the shell's protocol of typer."""
+    monkeypatch.setattr("__main__.__package__", None)  # else the program is named after `python -m pytest`
+    monkeypatch.setenv("_MOEPACK_COMPLETE", "complete_fish")
+    monkeypatch.setenv("_TYPER_COMPLETE_FISH_ACTION", "get-args")
+    monkeypatch.setenv("_TYPER_COMPLETE_ARGS", f"moepack generate bundle --policy {incomplete}")
+    code, out, _ = cli()
+    assert code == 0 and [line.partition("\t")[0] for line in out.splitlines() if line.strip()] == expected
 
 
 @pytest.mark.parametrize(

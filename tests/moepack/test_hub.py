@@ -112,7 +112,7 @@ def client(clients):
 @pytest.fixture(scope="module")
 def hub_of_mini(clients, bundle):
     """What a Hub holds once the bundle was pushed as someone/mini."""
-    ok(clients.reset().push(bundle))
+    assert json.loads(ok(clients.reset().push(bundle, "--json")))["repo"] == "someone/mini"
     return dict(vars(clients.hub))
 
 
@@ -120,16 +120,6 @@ def hub_of_mini(clients, bundle):
 def pushed(hub_of_mini, client):
     """The client's Hub holds it."""
     vars(client.hub).update(copy.deepcopy(hub_of_mini))
-
-
-def test_push_and_pull_whole(client, bundle, tmp_path):
-    assert json.loads(ok(client.push(bundle, "--json")))["repo"] == "someone/mini"
-    sent = client.hub.files["someone/mini"]
-    assert set(sent) == {*(str(p.relative_to(bundle)) for p in bundle.rglob("*") if p.is_file()), "losses.png"}
-    assert all(sent[name] == (bundle / name).read_bytes() for name in set(sent) - {"README.md", "losses.png"})
-    assert json.loads(ok(client.pull(tmp_path / "got", "--json")))["versions"] == ["bf16", "w4", "w3", "w2", "w1"]
-    assert verify(tmp_path / "got") == []
-    assert all((tmp_path / "got" / name).read_bytes() == sent[name] for name in sent)
 
 
 @pytest.mark.usefixtures("pushed")
@@ -251,13 +241,10 @@ def test_errors_are_one_line(client, bundle, damaged, text, tmp_path):
     tokenizer.write_text("x" * tokenizer.stat().st_size)
     mistyped = ("--measured", tmp_path / "none.json")  # told before all bytes of the bundle are read
     refused(cli("push", damaged, "someone/damaged", *mistyped, "-q"), "none.json: cannot be read")
-    tokenizer.write_text("edited")
     refused(cli("push", damaged, "someone/damaged", "-q"), "tokenizer_config.json")
     assert "someone/damaged" not in client.hub.files
     name = "experts/w2/layer-001.safetensors"
-    data = bytearray(client.hub.files["someone/mini"][name])
-    data[-5] ^= 1
-    client.hub.files["someone/mini"][name] = bytes(data)
+    client.hub.files["someone/mini"][name] = client.hub.files["someone/mini"][name][:-1] + b"x"
     refused(client.pull(tmp_path / "c"), "pull again")
     kept = tmp_path / "c" / ".pulling" / "files"
     assert not (kept / name).exists() and (kept / "experts/w2/layer-002.safetensors").exists()
@@ -280,9 +267,7 @@ def always(status, *ends):
 RETRIED = [1.0, 2.0, 4.0, 8.0, 8.0]
 REFUSALS = {
     "a wrong token, push": ("push", {"token": "hf_wrong"}, "does not know the token that HF_TOKEN holds (401: I", []),
-    "a wrong token, pull": ("pull", {"token": "hf_wrong"}, "does not know the token that HF_TOKEN holds (401: I", []),
     "a reader, to a new one": ("push-new", {"token": "hf_reader"}, "no right to write here (403: You need write", []),
-    "a reader, to one that is": ("push", {"token": "hf_reader"}, "no right to write here (403: You need write", []),
     "not this Hub's kind": ("push", {"refuse": always(403, "/commit/")}, "no right to write here (403: Sorry.)", []),
     "another push": ("push", {"refuse": always(412, "/commit/")}, "changed the repository meanwhile", []),
     "too much": ("push", {"refuse": always(413, "/commit/")}, "refuses POST /api/models/someone/mini/commit", []),
@@ -323,10 +308,12 @@ def test_a_refusal_is_one_line_that_says_what_to_do(case, client, bundle, tmp_pa
 
 @pytest.mark.usefixtures("pushed")
 def test_a_hub_that_is_busy_for_a_while_and_has_no_xet(client, bundle, tmp_path, monkeypatch):
-    """Every request is refused once: push and pull end well, and huggingface_hub's setting is as before."""
+    """Every request is refused once: push and pull end well, whole, and huggingface_hub's setting is as before."""
     from huggingface_hub import constants
 
     sent, seen = client.hub.files.pop("someone/mini"), set()
+    ours, card = tree(bundle), {"README.md", "losses.png"}
+    assert sent.keys() == ours.keys() | card and all(sent[name] == ours[name] for name in sent.keys() - card)
 
     def once(method, path):
         new = (method, path) not in seen
@@ -341,8 +328,8 @@ def test_a_hub_that_is_busy_for_a_while_and_has_no_xet(client, bundle, tmp_path,
     assert code == 0 and "has no Xet storage: large files are sent as LFS objects" in err
     assert "the Hub is busy (503): trying again in 1 s" in err and constants.HF_HUB_DISABLE_XET is False
     assert client.hub.files["someone/mini"] == sent and len(slept) >= 10
-    ok(client.pull(tmp_path / "got"))
-    assert verify(tmp_path / "got") == []
+    assert json.loads(ok(client.pull(tmp_path / "got", "--json")))["versions"] == ["bf16", "w4", "w3", "w2", "w1"]
+    assert verify(tmp_path / "got") == [] and tree(tmp_path / "got").items() >= sent.items()
 
 
 # --- what is stopped, and what is there already
@@ -510,10 +497,9 @@ def test_hostile_repositories(client, bundle, tmp_path, edit_manifest):
         return {**tree(copy), name: b"evil"}
 
     cases = {
-        "outside": with_file("../evil"), "absolute": with_file("/tmp/evil"), "hidden": with_file(".pulling/lock"),
-        "a folder as a file": with_file("experts"), "digest": with_file("evil"), "long": with_file("e" * 300),
+        "outside": with_file("../evil"), "hidden": with_file(".pulling/lock"), "digest": with_file("evil"),
         "a size": {**whole, "tokenizer.json": b"x" * 10_000_000}, "missing": {**whole} | {"gone": b""},
-        "not JSON": {**whole, "manifest.json": b"{"}, "deep": {**whole, "manifest.json": b"[" * 100_000},
+        "not JSON": {**whole, "manifest.json": b"[" * 100_000},
         "long manifest": {**whole, "manifest.json": bytes((64 << 20) + 1)},
         "a link": {**whole, "config.json": b"../../x"},
     }  # fmt: skip

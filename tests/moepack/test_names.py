@@ -58,10 +58,12 @@ def test_without_a_hub(link, to, silent, bundle, tmp_path):
     for call in commands("no/such", bundle, tmp_path / "out"):
         text = said(call)
         assert text.startswith("no/such: ") and f"the Hub cannot be reached ({address}: " in text, text
+        assert "check the network" in text
         assert "no such repository" not in text and ("HF_HUB_OFFLINE" in text) == (link == "switched off")
     assert "no such directory, and the Hub" in said(lambda: moepack.load("no/such"))
     if link == "none":
-        assert said(lambda: push(bundle, "no/such")).startswith("no/such: ")
+        text = said(lambda: push(bundle, "no/such", revision="other"))
+        assert text.startswith(f"no/such: the Hub cannot be reached ({address}: ")
 
 
 def test_what_can_only_be_a_path(to, bundle, tmp_path):

@@ -60,11 +60,3 @@ def test_a_server_that_is_no_hub(words, address, bundle, tmp_path):
     given = [word.format(bundle=bundle, out=tmp_path / "out") for word in words]
     refused(cli(*given), "someone/mini", address, "HF_ENDPOINT")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_closed_port(words, bundle, tmp_path, monkeypatch):
-    closed = "http://127.0.0.1:9"
-    point(monkeypatch, closed, tmp_path / "hub")
-    given = [word.format(bundle=bundle, out=tmp_path / "out") for word in words]
-    refused(cli(*given), "someone/mini", f"the Hub cannot be reached ({closed}", "check the network")

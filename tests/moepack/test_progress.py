@@ -138,23 +138,28 @@ def test_sizes_and_times():
     assert [size(n) for n in (0, 999, 1500, 3.24e9, 5.7e13)] == ["0 bytes", "999 bytes", "1.5 kB", "3.2 GB", "57.0 TB"]
 
 
-def test_commands_write_a_line_a_layer(demo_model, text, evaluation, tmp_path):
+def test_commands_write_results_to_stdout_and_a_line_a_layer_to_stderr(demo_model, text, evaluation, tmp_path):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(RTN + "versions: [bf16, w2]\n")
     bundle = tmp_path / "b"
     few = ("--length", "32", "--samples", "2", "--policy", "static:w2")
-    for command, stages in (
-        (("build", demo_model, "-o", bundle, "-r", recipe, "-c", text), {"calibrate and quantise": 4, "pack": 4}),
-        (("verify", bundle), {"verify digests": 8}),
-        (("verify", bundle, "--checkpoint", demo_model), {"compare with checkpoint": 4}),
-        (("export", bundle, "-o", tmp_path / "e"), {"write the checkpoint": 4}),
-        (("export", bundle, "-o", tmp_path / "c", "--to", "compressed-tensors", "--bits", "2"), {"export": 4}),
-        (("shrink", bundle, "-o", tmp_path / "s", "--versions", "w2"), {"shrink": 4}),
-        (("eval", bundle, "-d", evaluation, *few), {"load": 1, "evaluate": 1}),
+    building = ("build", demo_model, "-o", bundle, "-r", recipe, "-c", text)
+    codes = ("--to", "compressed-tensors", "--bits", "2")
+    for command, said, stages in (
+        ((*building, "--dry-run"), "bundle, bytes", {"dry run": 4}),
+        (building, "calibrated on 256 tokens", {"calibrate and quantise": 4, "pack": 4}),
+        (("inspect", bundle), "bits/weight", {}),
+        (("plan", bundle, "--device-memory", "40MB"), "least that would do", {}),
+        (("verify", bundle), f"{bundle}: good", {"verify digests": 8}),
+        (("verify", bundle, "--checkpoint", demo_model), "bit-identical with", {"compare with checkpoint": 4}),
+        (("export", bundle, "-o", tmp_path / "e"), "tensors as they were", {"write the checkpoint": 4}),
+        (("export", bundle, "-o", tmp_path / "c", *codes), "values rounded", {"export": 4}),
+        (("shrink", bundle, "-o", tmp_path / "s", "--versions", "w2"), "keeps w2", {"shrink": 4}),
+        (("eval", bundle, "-d", evaluation, *few), "perplexity", {"load": 1, "evaluate": 1}),
     ):
-        code, _, err = cli(*command)
+        code, out, err = cli(*command)
         lines = err.splitlines()
-        assert code == 0, err
+        assert code == 0 and said in out and said not in err and bool(stages) == bool(err), (command, out, err)
         for stage, least in stages.items():
             of_stage = [line for line in lines if line.startswith(f"{stage}: ")]
             assert len(of_stage) > least and " in " in of_stage[-1], (command, err)

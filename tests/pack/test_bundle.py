@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import struct
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,19 +53,6 @@ def test_layer_file_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(ValueError, match="1 extents"), LayerFileWriter(tmp_path / "x.safetensors", "bf16", LAYER) as w:
         w.add(np.zeros(PAGE, np.uint8), 1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_layer_file_of_another_layer_is_refused(tmp_path):
-    entry = write_layer(tmp_path / "x.safetensors").entry
-    assert entry is not None
-    for version, layer in (
-        (Version.of("w4", 64), LAYER),
-        (Version.of("bf16"), replace(LAYER, index=4)),
-        (Version.of("bf16"), replace(LAYER, experts=2)),
-    ):
-        with pytest.raises(BundleError) as error:
-            LayerFile(tmp_path, "x.safetensors", entry, version, layer)
-        assert kinds(error) == {"header"}
 
 
 # --- safetensors headers
@@ -238,10 +224,3 @@ def test_a_layer_file_is_kept_open_by_version_and_layer(small, monkeypatch):
     assert files[0] is not files[1]
     monkeypatch.setattr(ExpertLayer, "file", None)  # no path is made again
     assert bundle.layer_file("w8", 0) is files[0]
-
-
-def test_not_a_bundle(tmp_path):
-    with pytest.raises(BundleError, match="not a bundle"):
-        open_bundle(tmp_path)
-    with pytest.raises(BundleError, match="no such directory"):
-        open_bundle(tmp_path / "absent")

@@ -167,14 +167,13 @@ def test_rows_of_a_block_share_a_scale():
 @pytest.mark.parametrize(
     ("name", "field", "bad", "said"),
     [
-        ("mxfp4", "scale", 255, "scale"), ("mxfp8", "scale", 255, "scale"), ("nvfp4", "scale", 0x7F, "scale"),
-        ("nvfp4", "outer", np.inf, "scale"),
-        ("fp8row", "scale", np.inf, "scale"), ("int4fp16", "scale", 0x7C00, "scale"),
+        ("mxfp8", "scale", 255, "scale"), ("fp8row", "scale", np.inf, "scale"),
         ("mxfp8", "codes", 0xFF, "code"), ("fp8row", "codes", 0x7F, "code"),
     ],
 )  # fmt: skip
 def test_numbers_that_are_not_finite_are_found(name, field, bad, said):
+    """In versions that are coded in their files; those of others are tests/helpers/broken_rules/released.py."""
     version, values = made(name, 0)
-    getattr(values[0], field)[0 if field != "outer" else slice(16)] = bad
+    getattr(values[0], field)[0] = bad
     (found,) = version.check(MATRICES, version.encode(MATRICES, values)[0])
     assert found[0] == "number" and f"gate_up has a {said}" in found[1]

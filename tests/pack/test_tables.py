@@ -46,16 +46,6 @@ def test_what_is_written_is_read(tmp_path):
             assert all(np.array_equal(f, want) and f.dtype == want.dtype for f in found), name
 
 
-def test_tables_without_their_columns_or_their_end(tmp_path):
-    path = write(tmp_path)
-    save_file(load_file(path), path)
-    with pytest.raises(BundleError, match="its columns are not versions"):
-        read_tables(path, LAYERS)
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(BundleError, match="its header describes"):
-        read_tables(path, LAYERS)
-
-
 def test_the_first_layer_is_checked_before_the_next_is_read(tmp_path):
     path = write(tmp_path)
     tensors = load_file(path)

@@ -1,6 +1,6 @@
 """The files of an export: tensors put in any order, whole files kept until the last, gone on with after a stop."""
 
-from .shards import Entries, Files, TensorFiles, Workers, cut, each, sharded, tensor_bytes, tensor_file_bytes
+from .shards import Entries, Files, TensorFiles, Workers, cut, sharded, tensor_bytes, tensor_file_bytes
 from .work import ExportDirectory, working
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "TensorFiles",
     "Workers",
     "cut",
-    "each",
     "sharded",
     "tensor_bytes",
     "tensor_file_bytes",

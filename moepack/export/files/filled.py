@@ -26,8 +26,8 @@ class FilledFile:
         path: Path,
         head: bytes,
         tensors: Mapping[str, int],
-        alignment: int = 1,
-        sync: Callable[[int], None] = to_disk,
+        alignment: int,
+        sync: Callable[[int], None],
     ) -> None:
         """Make the file.
 

@@ -98,13 +98,6 @@ class Workers:
             self._pool.shutdown()
 
 
-def each(call: Callable[[int], None], count: int) -> None:
-    """Call something with 0, 1, ... by `Workers`."""
-    with Workers() as workers:
-        for i in range(count):
-            workers.submit(call, i)
-
-
 class Files:
     """Files of tensors in a folder of a working directory. One that is whole there is not written again.
 

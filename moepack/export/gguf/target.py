@@ -14,7 +14,7 @@ from moepack.pack.spec import Version
 from moepack.shared.progress import Reporter
 
 from ..beside import own_config
-from ..files import ExportDirectory, Files, each
+from ..files import ExportDirectory, Files, Workers
 from ..targets import ExportJob, Target
 from ..values import Values
 from . import blocks
@@ -38,10 +38,6 @@ class Gguf(Target):
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """See Target."""
         return blocks.refusal(bundle, version, dense)
-
-    def check(self, job: ExportJob) -> None:
-        """See Target."""
-        self._other(job)
 
     def check_model(self, job: ExportJob) -> None:
         """See Target."""
@@ -155,7 +151,9 @@ class Gguf(Target):
                     files.put(name, data, e * data.size)
 
         if files.wants(tensors):
-            each(write, layer.experts)
+            with Workers() as workers:
+                for e in range(layer.experts):
+                    workers.submit(write, e)
 
 
 def model_family(job: ExportJob) -> Family:

@@ -1,6 +1,7 @@
 """Bundles of the short model by each rule for zero points, made once a run. Read only."""
 
 import pytest
+from support import cli
 
 from moepack.pipeline.build import build
 from moepack.pipeline.recipe import parse_recipe
@@ -22,3 +23,9 @@ def of_zeros(short_model, text, made_once):
         return made_once(f"zeros-{zeros}", lambda path: build(short_model, path, recipe, [text]))
 
     return made
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """Asks for an export of a bundle into `out`, by a command line; its exit code, stdout and stderr."""
+    return lambda bundle, *words: cli("export", bundle, "-o", tmp_path / "out", "-q", *words)

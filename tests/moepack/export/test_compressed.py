@@ -7,7 +7,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from support import Notes, build_from, cli, refused
+from support import Notes, build_from, refused
 
 import moepack
 from moepack.export import Wanted, export
@@ -41,9 +41,7 @@ def decompressed(path):
         linear = torch.nn.Linear(1, 1)
         (scheme,) = [s for s in schemes if is_match(module, linear, s.targets, config["ignore"])]
         own = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.rpartition(".")[0] == module}
-        made = BaseCompressor.get_value_from_registry(config["format"]).decompress(own, scheme)
-        found = made["weight"]
-        return found
+        return BaseCompressor.get_value_from_registry(config["format"]).decompress(own, scheme)["weight"]
 
     return weight
 
@@ -76,23 +74,19 @@ def test_one_width_a_layer(of_zeros, tmp_path):
     made = export(bundle.path, tmp_path / "fit", "compressed-tensors", Wanted(fit=str(most)))
     assert most - 4000 < made.bytes <= most and made.versions == {"w4": 16, "w3": 16}
     config = json.loads((tmp_path / "fit" / "config.json").read_text())["quantization_config"]
-    names = {n for g in config["config_groups"].values() for n in [f"w{g['weights']['num_bits']}"]}
-    assert names == made.versions.keys()
+    groups = config["config_groups"].values()
+    assert {f"w{g['weights']['num_bits']}" for g in groups} == made.versions.keys()
     weight = decompressed(tmp_path / "fit")
     tables = bundle.calibration()
     chosen = {}
     for x in bundle.layers:
-        (bits,) = [
-            g["weights"]["num_bits"]
-            for g in config["config_groups"].values()
-            if any(t in (f"re:.*layers\\.({x.index})\\.mlp\\.experts\\.\\d+\\..*",) for t in g["targets"])
-        ]
+        target = f"re:.*layers\\.({x.index})\\.mlp\\.experts\\.\\d+\\..*"
+        (bits,) = [g["weights"]["num_bits"] for g in groups if target in g["targets"]]
         chosen[x.index] = f"w{bits}"
     for module, own in experts(bundle, lambda layer, e: chosen[layer]):
         assert torch.equal(weight(module), own.to(torch.bfloat16)), module
-    column = {x.index: tables.versions.index(chosen[x.index]) for x in bundle.layers}
-    mean = sum(float(x.relative[:, column[x.index]].sum()) for x in tables.layers) / 32
-    assert made.loss == pytest.approx(mean)
+    lost = sum(x.relative[:, tables.versions.index(chosen[x.index])].sum() for x in tables.layers)
+    assert made.loss == pytest.approx(lost / 32)
 
 
 @pytest.mark.parametrize("bits", [4, 3])
@@ -113,29 +107,28 @@ def test_transformers_loads_it(bits, of_zeros, tmp_path):
     assert len(notes.notes) == 1 and "symmetric" in notes.notes[0]
 
 
-def test_fractional_zero_points_are_refused(of_zeros, tmp_path):
+def test_fractional_zero_points_are_refused(of_zeros, asked, tmp_path):
     """By how many there are and what to round them would cost; experts' and dense matrices'."""
     bundle = open_bundle(of_zeros("fractional"))
     total = sum(2 * x.experts * m.rows * (m.cols // 32) for x in bundle.layers[:1] for m in x.matrices)
-    command = "export", bundle.path, "-o", tmp_path / "out", "--to", "compressed-tensors", "-q"
-    refused(cli(*command, "--bits", "4"), f"of its {total:,} zero points are not whole codes", "zeros: integer or ")
-    refused(cli(*command, "--bits", "8", "--dense", "w4"), "w4 of dense matrices is not exported: ", "zeros: integer")
-    refused(cli(*command, "--bits", "1"), "w1 is not exported: it is not integer codes of 2 to 8 bits")
-    refused(cli(*command, "--bits", "bf16"), "bf16 is not exported: it is not integer codes")
-    refused(cli(*command), "say what to export, by --bits, --map or --fit: here are w8")
-    refused(cli(*command, "--map", tmp_path / "no.json"), "cannot be read")
+    command = bundle.path, "--to", "compressed-tensors"
+    refused(asked(*command, "--bits", "4"), f"of its {total:,} zero points are not whole codes", "zeros: integer or ")
+    refused(asked(*command, "--bits", "8", "--dense", "w4"), "w4 of dense matrices is not exported: ", "zeros: integer")
+    refused(asked(*command, "--bits", "1"), "w1 is not exported: it is not integer codes of 2 to 8 bits")
+    refused(asked(*command, "--bits", "bf16"), "bf16 is not exported: it is not integer codes")
+    refused(asked(*command), "say what to export, by --bits, --map or --fit: here are w8")
+    refused(asked(*command, "--map", tmp_path / "no.json"), "cannot be read")
     rows = [["w8", "w4"] * 8 for _ in bundle.layers]
     (tmp_path / "map.json").write_text(json.dumps({"versions": rows}))
-    whole = open_bundle(of_zeros("integer")).path
-    mixed = cli("export", whole, "-o", tmp_path / "out", "--to", "compressed-tensors", "--map", tmp_path / "map.json")
+    mixed = asked(of_zeros("integer"), "--to", "compressed-tensors", "--map", tmp_path / "map.json")
     refused(mixed, "has one width for all experts of a layer, and the map gives layer 0 w4, w8")
     assert not (tmp_path / "out").exists()
 
 
-def test_experts_in_one_tensor_are_refused(demo_model, text, tmp_path):
+def test_experts_in_one_tensor_are_refused(demo_model, text, asked, tmp_path):
     checkpoint = tiny_models.save_tiny("gpt_oss", tmp_path / "checkpoint", demo_model, intermediate_size=64)
     recipe = "versions: [w4]\nquantize: {method: gptq, group_size: 32, loss_tokens: 64}\n"
     recipe += "calibration: {samples: 2, length: 64, batch_size: 2}"
     build_from(recipe, checkpoint, tmp_path / "bundle", [text])
-    words = ("export", tmp_path / "bundle", "-o", tmp_path / "out", "--to", "compressed-tensors", "--bits", "4", "-q")
-    refused(cli(*words), "model.layers.0.mlp.experts.gate_up_proj holds all experts of a layer, or is turned")
+    answer = asked(tmp_path / "bundle", "--to", "compressed-tensors", "--bits", "4")
+    refused(answer, "model.layers.0.mlp.experts.gate_up_proj holds all experts of a layer, or is turned")

@@ -174,29 +174,27 @@ QWEN = (  # of Qwen3's tokenizer.json
 )
 
 
-def test_without_the_gguf_package(of_zeros, tmp_path, monkeypatch):
+def test_without_the_gguf_package(of_zeros, asked, monkeypatch):
     for name in [*sys.modules]:
         if name.partition(".")[0] == "gguf" or name.startswith("moepack.export.gguf"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    answer = cli("export", of_zeros("symmetric"), "-o", tmp_path / "out", "--to", "gguf", "--bits", "4", "-q")
+    answer = asked(of_zeros("symmetric"), "--to", "gguf", "--bits", "4")
     refused(answer, "gguf is not installed: this needs it. Run: pip install 'moepack[gguf]'")
 
 
-def test_what_gguf_does_not_hold(of_zeros, demo_model, text, tmp_path):
-    def asked(bundle, *words):
-        return cli("export", bundle, "-o", tmp_path / "out", "--to", "gguf", "-q", *words)
-
+def test_what_gguf_does_not_hold(of_zeros, demo_model, text, asked, tmp_path):
+    gguf = ("--to", "gguf", "--bits")
     said = "zero points are not the middle code, the only one of Q4_0: quantise with zeros: symmetric"
-    refused(asked(of_zeros("integer"), "--bits", "4"), "w4 is not exported: ", said)
-    refused(asked(of_zeros("symmetric"), "--bits", "3"), "w3 is not exported: no type of GGUF holds its values")
-    refused(asked(of_zeros("integer"), "--bits", "bf16", "--dense", "w4"), "w4 of dense matrices is not exported")
+    refused(asked(of_zeros("integer"), *gguf, "4"), "w4 is not exported: ", said)
+    refused(asked(of_zeros("symmetric"), *gguf, "3"), "w3 is not exported: no type of GGUF holds its values")
+    refused(asked(of_zeros("integer"), *gguf, "bf16", "--dense", "w4"), "w4 of dense matrices is not exported")
     tiny_models.save_tiny("mixtral", tmp_path / "mixtral", demo_model)
     build_from("versions: [w4]\n" + NATIVE, tmp_path / "mixtral", tmp_path / "other", [text])
-    refused(asked(tmp_path / "other", "--bits", "4"), "names of mixtral's tensors are not known here")
+    refused(asked(tmp_path / "other", *gguf, "4"), "names of mixtral's tensors are not known here")
     small(demo_model, tmp_path / "plain", attention_bias=True)
     build_from("versions: [bf16]\n" + NATIVE, tmp_path / "plain", tmp_path / "biased", [text])
-    refused(asked(tmp_path / "biased", "--bits", "bf16"), "llama.cpp's qwen3moe has no attention_bias")
+    refused(asked(tmp_path / "biased", *gguf, "bf16"), "llama.cpp's qwen3moe has no attention_bias")
     notes = Notes()
     export(of_zeros("symmetric"), tmp_path / "out", "gguf", Wanted(fit="4MB"), True, notes)
     assert notes.notes == [] and not (tmp_path / "out").exists()
@@ -294,13 +292,13 @@ def fake(folder, text, end):
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_when_llama_cpp_ends(how, of_zeros, tmp_path, monkeypatch):
+def test_when_llama_cpp_ends(how, of_zeros, asked, tmp_path, monkeypatch):
     """Files in BF16 are kept where a second run may go well, and not where llama.cpp refuses."""
     text, end, message = ENDS[how]
     fake(tmp_path / "lib", text, end)
     monkeypatch.syspath_prepend(tmp_path / "lib")
-    words = ("-o", tmp_path / "out", "--to", "gguf", "--bits", "4", "--shard-size", "300kB", "--lossy", "Q4_K_M", "-q")
-    code, _, said = cli("export", of_zeros("symmetric"), *words)
+    words = ("--to", "gguf", "--bits", "4", "--shard-size", "300kB", "--lossy", "Q4_K_M")
+    code, _, said = asked(of_zeros("symmetric"), *words)
     kept = [p.name for p in tmp_path.glob(".out.exporting/bf16/*")]
     assert code and message in said
     assert ("kept: run the same command again to go on" in said) == (how != "assertion") == (len(kept) > 1)
@@ -324,18 +322,16 @@ def test_llama_cpp_ends_with_its_export(tmp_path):
     wait_for(lambda: not state.exists() or ") Z " in state.read_text())
 
 
-def test_lossy_is_named_and_refused(of_zeros, tmp_path, monkeypatch):
-    bundle = of_zeros("symmetric")
-
-    def asked(*words):
-        return cli("export", bundle, "-o", tmp_path / "out", "-q", "--lossy", *words)
+def test_lossy_is_named_and_refused(of_zeros, asked, tmp_path, monkeypatch):
+    def lossily(*words):
+        return asked(of_zeros("symmetric"), "--lossy", *words)
 
     known = "--lossy IQ1_S: there are Q2_K, Q3_K_S, Q3_K_M, Q3_K_L, Q4_K_S, Q4_K_M, Q5_K_S, Q5_K_M, Q6_K"
-    refused(asked("Q4_K_M", "--to", "gptq", "--bits", "4"), "--to gptq --lossy Q4_K_M: only --to gguf has")
-    refused(asked("IQ1_S", "--to", "gguf", "--bits", "4"), known)
+    refused(lossily("Q4_K_M", "--to", "gptq", "--bits", "4"), "--to gptq --lossy Q4_K_M: only --to gguf has")
+    refused(lossily("IQ1_S", "--to", "gguf", "--bits", "4"), known)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4"), "llama.cpp quantises, and is not here. Run: pip install ")
+    refused(lossily("Q4_K_M", "--to", "gguf", "--bits", "4"), "llama.cpp quantises, and is not here. Run: pip install ")
     monkeypatch.setattr("moepack.export.gguf.lossy.check_llama", lambda: None)
-    refused(asked("Q4_K_M", "--to", "gguf", "--bits", "4", "--dry-run"), "--dry-run and --lossy: ")
-    refused(asked("Q4_K_M", "--to", "gguf", "--fit", "4MB"), "--fit and --lossy: ")
+    refused(lossily("Q4_K_M", "--to", "gguf", "--bits", "4", "--dry-run"), "--dry-run and --lossy: ")
+    refused(lossily("Q4_K_M", "--to", "gguf", "--fit", "4MB"), "--fit and --lossy: ")
     assert list(tmp_path.iterdir()) == []

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import cli, python, refused
+from support import python, refused
 
 from moepack.calibrate.released import find_encoded, read_scheme
 from moepack.export import Wanted, export
@@ -88,7 +88,7 @@ def test_gptqmodel_reads_our_values(of_zeros, tmp_path):
     assert (got - want).norm() / want.norm() < 0.02  # 0.006 to 0.010 measured; weights and sums in BF16: 2**-9 each
 
 
-def test_what_gptq_does_not_hold(of_zeros, tmp_path):
-    words = "export", of_zeros("fractional"), "-o", tmp_path / "out", "--to", "gptq", "-q"
-    refused(cli(*words, "--bits", "2"), "--to gptq: w2 is not exported: ", "zero points are not whole codes")
+def test_what_gptq_does_not_hold(of_zeros, asked, tmp_path):
+    answer = asked(of_zeros("fractional"), "--to", "gptq", "--bits", "2")
+    refused(answer, "--to gptq: w2 is not exported: ", "zero points are not whole codes")
     assert not (tmp_path / "out").exists()

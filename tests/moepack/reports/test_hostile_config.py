@@ -21,7 +21,7 @@ from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.server.command import Serve, serve
 
-CONFIG, TABLES = "config.json", "calibration.safetensors"
+CONFIG = "config.json"
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +71,12 @@ EDITS = {
     "a dtype that is an object": (config(dtype={"a": {}}), "has no dtype that torch knows"),
     "a width that is text": (config(hidden_size="64"), "its config cannot be read"),
     "architectures of objects": (config(architectures=[{}]), "architectures that are no list of names"),
-    "two billion layers": (config(num_hidden_layers=1 << 31), "has num_hidden_layers 2147483648: 4096 is the most"),
     "five layers": (config(num_hidden_layers=5), "layers, its manifest 4"),
     "a billion labels": (config(num_labels=10**9), "has num_labels 1000000000: 65536 is the most"),
-    "heads of a billion columns": (config(head_dim=10**9), "has head_dim 1000000000: 16777216 is the most"),
-    "a part with so many labels": (config(vision_config={"num_labels": 10**9}), "has num_labels 1000000000"),
     "-1 experts of a token": (config(num_experts_per_tok=-1), "num_experts_per_tok '-1', its layers have 16"),
     "a quantisation that is a list": (config(quantization_config=[]), "config"),
-    "not signed": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes() + b" "), "bytes, the manifest says"),
     "another byte": (lambda v: v.write(CONFIG, (v.path / CONFIG).read_bytes().replace(b"1", b"2")), "digest"),
-    "a pipe": (lambda v: v.replace(CONFIG, os.mkfifo), "is a pipe"),
-    "a link": (lambda v: v.replace(CONFIG, lambda p: p.symlink_to("/etc/passwd")), "is a symbolic link"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -98,25 +92,21 @@ def test_a_config_is_refused_in_a_line(name, victim):
     refuses(*uses[: 2 if name == "an escape" else 3], match=message)
 
 
-@pytest.mark.parametrize("key", ["num_labels", "num_hidden_layers", "head_dim", "vocab_size"])
-def test_a_checkpoints_config_is_refused_in_a_line(key, model, text, tmp_path):
-    reconfigured(model, **{key: 10**12})
+def test_a_checkpoints_config_is_refused_in_a_line(model, text, tmp_path):
+    reconfigured(model, vocab_size=10**12)
     refuses(
         lambda: generate(model, "The"),
         lambda: evaluate(model, [str(text)], samples=1),
         lambda: moepack.build(model, tmp_path / "bundle", calibration=[text]),
-        match=f"has {key} 1000000000000: ",
+        match="has vocab_size 1000000000000: ",
     )
 
 
-UNFIT = (
-    {"hidden_size": "128"}, {"hidden_size": -5}, {"hidden_size": 0}, {"num_hidden_layers": 2.0}, {"use_cache": "x"},
-    {"rope_parameters": []}, {"rope_parameters": {"rope_type": "nonsense"}}, {"rope_parameters": {"rope_type": True}},
-    {"hidden_act": "nonsense"}, {"dtype": "nonsense"}, {"num_attention_heads": 0}, {"head_dim": 0}, {"head_dim": -2},
-    {"num_experts_per_tok": 0}, {"num_experts_per_tok": -1}, {"num_experts_per_tok": 99}, {"architectures": 7},
-    {"architectures": [{}]}, {"pad_token_id": 1 << 20}, {"quantization_config": []}, {"quantization_config": "fp8"},
-    {"attn_implementation": "flash_attention_2"}, {"auto_map": 3}, {"id2label": [1]}, {"num_labels": "9"},
-    {"vocab_size": -1}, {"decoder_sparse_step": 0}, {"text_config": 3}, {"moe_intermediate_size": [64]},
+UNFIT = (  # one for each kind of error, as the configuration is read and as the model is built
+    {"hidden_size": "128"}, {"dtype": "nonsense"}, {"quantization_config": []}, {"auto_map": 3},
+    {"hidden_size": -5}, {"hidden_size": 0}, {"rope_parameters": {"rope_type": "nonsense"}},
+    {"num_attention_heads": 0}, {"architectures": 7}, {"pad_token_id": 1 << 20}, {"text_config": 3},
+    {"attn_implementation": "flash_attention_2"}, {"num_experts_per_tok": 0}, {"num_experts_per_tok": 99},
 )  # fmt: skip
 
 
@@ -129,28 +119,23 @@ def test_a_checkpoint_that_no_model_fits_is_refused_in_a_line(changes, model, te
 
 
 @pytest.mark.parametrize(
-    "asks", [{"num_return_sequences": 3}, {"max_new_tokens": -3}, {"watermarking_config": {"a": 1}}, [], "x"], ids=str
+    "said",
+    ['{"num_return_sequences": 3}', '{"max_new_tokens": -3}', '{"watermarking_config": {"a": 1}}', "[]", '"x"', "{"],
 )
-def test_a_generation_config_that_transformers_refuses_is_named(asks, model):
-    (model / "generation_config.json").write_text(json.dumps(asks))
+def test_a_generation_config_that_transformers_refuses_is_named(said, model):
+    (model / "generation_config.json").write_text(said)
     refuses(lambda: generate(model, "The", max_new_tokens=1), match=r"generation_config\.json", seconds=60)
 
 
-@pytest.mark.parametrize("fault", ["no JSON", "no right to read it"])
-def test_a_generation_config_that_cannot_be_read_is_no_missing_one(fault, model, monkeypatch):
-    file = model / "generation_config.json"
-    if fault == "no JSON":
-        file.write_text("{")
-    else:
-        monkeypatch.setattr(GenerationConfig, "_dict_from_json_file", denied)
-    refuses(lambda: generate(model, "The", max_new_tokens=1), match=r"generation_config\.json", seconds=60)
-    monkeypatch.undo()
-    file.unlink()
+def test_a_generation_config_that_cannot_be_read_is_no_missing_one(model, monkeypatch):
+    def denied(file):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GenerationConfig, "_dict_from_json_file", denied)
+        refuses(lambda: generate(model, "The", max_new_tokens=1), match=r"generation_config\.json", seconds=60)
+    (model / "generation_config.json").unlink()
     assert generate(model, "The", max_new_tokens=1)
-
-
-def denied(file):
-    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
 
 
 def another_byte(file):
@@ -241,15 +226,8 @@ def test_a_tokenizer_is_refused_in_a_line(victim):
 
 
 def test_tables_are_refused_in_a_line_by_plan(victim):
-    for edit, message in (
-        (lambda v: v.tables(lambda a, m: m.update(versions="bf16,w4,w3,w2,w9")), "its columns are not versions"),
-        (lambda v: v.write(TABLES, (v.path / TABLES).read_bytes()[:-1] + b"\x7f"), "do not match their digest"),
-        (lambda v: v.tables(lambda a, m: a["layers.0.relative"].fill(float("nan"))), "not finite"),
-        (lambda v: (v.sign(lambda d: d["files"].pop(TABLES)), v.replace(TABLES, str)), "is not listed"),
-    ):
-        edit(victim)
-        refuses(lambda: plan(victim.path, for_logits(device_memory=1 << 30, policy="hotness")), match=message)
-        victim.restore()
+    victim.tables(lambda arrays, metadata: arrays["layers.0.relative"].fill(float("nan")))
+    refuses(lambda: plan(victim.path, for_logits(device_memory=1 << 30, policy="hotness")), match="not finite")
 
 
 def test_the_manifest_a_pipe_is_no_bundle(victim):

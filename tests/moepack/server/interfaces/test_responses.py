@@ -152,38 +152,3 @@ def test_only_the_last_item_is_cut_off():
     events = [*made._events(JobEvent("Hm.</think>I a", finish="length", generated=8)), *made._last()]
     ends = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert [item["status"] for item in ends] == ["completed", "incomplete"] and ends == events[-1]["response"]["output"]
-
-
-@pytest.mark.parametrize(
-    ("given", "field"),
-    (
-        ({"model": None}, "model"),
-        ({"input": None}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
-        ),
-        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
-        ({"input": [{"type": "message", "role": "user", "content": "x", "mood": 1}]}, "input[0].mood"),
-        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}}}, "text.format"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
-        ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-    ),
-)
-def test_what_is_refused(running, given, field):
-    with pytest.raises(openai.BadRequestError) as caught:
-        running.client().responses.create(extra_body={"model": NAME, "input": "?", "max_output_tokens": 2, **given})
-    assert caught.value.param == field
-
-
-def test_a_schema_for_the_text(client):
-    pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}
-    shape = {"format": {"type": "json_schema", "name": "n", "schema": {**schema, "additionalProperties": False}}}
-    assert json.loads(respond(client, text=shape, max_output_tokens=40).output_text)["n"] in range(10)

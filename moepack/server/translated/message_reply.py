@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moepack.server.errors import ApiError
+from moepack.server.http.said import Item
 from moepack.server.http.toolbox import as_object
 
-from .items import Item, ItemReply
+from .items import ItemReply
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 

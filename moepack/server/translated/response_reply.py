@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterator
 
 from moepack.server.errors import ApiError
+from moepack.server.http.said import Item
 
-from .items import Item, ItemReply
-from .responses import ResponsesRequest
+from .items import ItemReply
 
 _IDS = {"reasoning": "rs", "content": "msg", "call": "fc"}
 
@@ -21,7 +21,6 @@ class ResponseReply(ItemReply):
     def whole(self) -> dict[str, object]:
         """The response object, as far as it is made."""
         asked, said, sampling = self._asked, self._said[0], self._asked.sampling
-        assert isinstance(asked, ResponsesRequest)
         status = {None: "in_progress", "length": "incomplete"}.get(said.finish, "completed")
         usage = {
             "input_tokens": self._read, "input_tokens_details": {"cached_tokens": self.choices[0].cached},
@@ -42,7 +41,7 @@ class ResponseReply(ItemReply):
 
     def _item(self, item: Item) -> dict[str, object]:
         """Format an item; one that is open has no text yet."""
-        finish, is_open = self._said[0].finish, self._open and item is self._items[-1]
+        finish, is_open = self._said[0].finish, item is self._open
         cut = finish == "length" and self._ended and item is self._items[-1]
         status = "in_progress" if is_open else "incomplete" if cut else "completed"
         text = "" if is_open else item.text

@@ -64,7 +64,7 @@ class Reply:
         self._said = [] if asked.chat is None else [Said(reader(), several) for _ in self.choices]
         self._setup()
         self._head = {
-            "id": f"{self.prefix}-{secrets.token_hex(16)}", "object": self.kinds[asked.stream],
+            "id": self.prefix + secrets.token_hex(16), "object": self.kinds[asked.stream],
             "created": int(time.time()), "model": model,
         }  # fmt: skip
 
@@ -132,7 +132,7 @@ def sse(value: dict[str, object], name: str | None = None) -> bytes:
 class ChatReply(Reply):
     """The answer to a chat completion."""
 
-    prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
+    prefix, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
     def _usage(self) -> dict[str, object]:
         spent = sum(said.reasoning_tokens for said in self._said)
@@ -194,7 +194,7 @@ def _chat_piece(
 class CompletionReply(Reply):
     """The answer to a completion."""
 
-    prefix, kinds = "cmpl", ("text_completion", "text_completion")
+    prefix, kinds = "cmpl-", ("text_completion", "text_completion")
 
     def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         logprobs = self._logprobs(choice.scored)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Iterator
 
 from moepack.pack.manifest.strict_json import JsonObject
@@ -14,12 +13,11 @@ from moepack.server.http.said import Item
 class ItemReply(Reply):
     """The answer to a chat as items. Subclasses write items and the events of a stream."""
 
-    prefix, kinds, done = "", ("", ""), b""
+    kinds, done = ("", ""), b""
 
     def _setup(self) -> None:
         self._open: Item | None = None  # the item that goes on
         self._ended = False  # whether no item follows the last
-        self._id = f"{self.prefix}_{secrets.token_hex(16)}"
         self._stop: str | None = None  # the stop string that ended the answer
 
     def event(self, value: JsonObject) -> bytes:

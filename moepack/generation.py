@@ -13,8 +13,8 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError, NotFiniteError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 
-from .server.batching.text import Stops
-from .server.batching.tokens import end_tokens
+from .server.batching.text import Pieces, Stops
+from .server.batching.tokens import Tokens, end_tokens
 from .server.options import Sampling
 from .server.own_sampling import SamplingFlags, described
 from .shared.opening import check, load_model, locate
@@ -129,28 +129,21 @@ class Session:
             NotFiniteError: if logits are NaN or infinite. `tell` has received the text before them.
         """
         import torch
-        from transformers.generation.streamers import TextStreamer
 
         from .server.batching.sampling import Sampler
 
         stops = Stops([s for s in stop if s])
-        told = list[str]()
-        ended = False
+        pieces = Pieces(Tokens(self.tokenizer).decode, [])
         sampler = Sampler(sampling, ids, self.model.device)
+        told: list[str] = []
 
-        class Streamer(TextStreamer):
-            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                nonlocal ended
-                if ended:
-                    return
-                text, ended = stops.push(text)
-                text += stops.end() if stream_end and not ended else ""
-                if text:
-                    told.append(text)
-                    tell(text)
+        def show(text: str) -> None:
+            if text:
+                told.append(text)
+                tell(text)
 
-        streamer: Any = Streamer(self.tokenizer, skip_special_tokens=True)
         seen = list(ids)
+        ended = False
         began = first = time.perf_counter()
         with torch.inference_mode():
             cache, done = self._reuse(ids, len(ids) + new_tokens)
@@ -164,13 +157,16 @@ class Session:
                 if len(seen) == len(ids):
                     first = time.perf_counter()
                     self.spent.read(len(ids) - done, first - began)
-                streamer.put(torch.tensor([token]))
+                text, ended = stops.push(pieces.push(token))
+                show(text)
                 if ended or token in self._ends or not left:
                     break
                 seen.append(token)
                 logits, cache = self._read(seen, cache, 0 if cache is None else len(seen) - 1)
         self.spent.decoded(len(seen) - len(ids), time.perf_counter() - first)
-        streamer.end()
+        if not ended:
+            text, ended = stops.push(pieces.end())
+            show(text if ended else text + stops.end())
         self._cache = cache
         self._cached = [] if cache is None else seen
         return "".join(told)

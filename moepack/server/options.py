@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 UNLIMITED = 1 << 40
 Way = Literal["join", "keep", "refuse"]  # what becomes of several system messages of a chat
@@ -44,25 +44,11 @@ class Sampling:
     bias: Mapping[int, float] = field(default_factory=dict)  # token -> what is added to its logit
     top_logprobs: int | None = None  # alternatives reported with each token; None reports no probabilities
 
-    def with_given(
-        self,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        repetition: float | None = None,
-    ) -> Sampling:
+    def with_given(self, **given: Any) -> Sampling:
         """Return these options with what is given; None keeps this object's value."""
-        if temperature is None:
-            temperature = self.temperature
-        return replace(
-            self,
-            temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-            top_p=self.top_p if top_p is None else top_p,
-            top_k=self.top_k if top_k is None else max(0, top_k),
-            min_p=self.min_p if min_p is None else min_p,
-            repetition=self.repetition if repetition is None else repetition,
-        )
+        made = replace(self, **{name: value for name, value in given.items() if value is not None})
+        temperature = 0.0 if made.temperature < GREEDY_BELOW else made.temperature
+        return replace(made, temperature=temperature, top_k=max(0, made.top_k))
 
 
 DEFAULTS = Sampling()

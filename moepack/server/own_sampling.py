@@ -80,7 +80,7 @@ class SamplingFlags:
     def over(self, own: Own) -> Sampling:
         """Return how tokens are chosen, with the model's `own` values where no flag is given."""
         start = Sampling(temperature=self.usual, seed=self.seed).with_given(**own)
-        return start.with_given(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition)
+        return start.with_given(**{field: getattr(self, field) for field, _, _ in FIELDS.values()})
 
 
 def defaults_of(own: Own) -> Sampling:

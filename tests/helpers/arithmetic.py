@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from live_models import wait_for
 from support import PATIENCE
@@ -117,15 +118,16 @@ def expected(prompt: list[int], count: int) -> str:
 
 @dataclass
 class Bench:
-    """A scheduler over a machine, and its events."""
+    """A scheduler over a machine or an engine, and its events."""
 
-    machine: Machine
+    machine: Any
     limits: Limits
+    tokens: Any = field(default_factory=Words)
     events: list[list[JobEvent]] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
 
     def __post_init__(self):
-        self.scheduler = Scheduler(self.machine, Words(), self.limits, self._post)
+        self.scheduler = Scheduler(self.machine, self.tokens, self.limits, self._post)
         self.scheduler.start()
 
     def _post(self, events: list[tuple[Job, JobEvent]]):
@@ -143,3 +145,36 @@ class Bench:
     def ended(self):
         left = [events for job, events in zip(self.jobs, self.events, strict=True) if not job.cancelled]
         wait_for(lambda: all(e and (e[-1].finish or e[-1].error) for e in left))
+
+    def answers(self, prompts: list[list[int]], count: int) -> list[str]:
+        """What is answered to prompts that are asked at once, while no pass runs if the machine has a gate."""
+        told = [self.ask(prompt, count) for prompt in prompts]
+        self.open()
+        return [said(events) for events in told]
+
+    def open(self):
+        if (gate := getattr(self.machine, "gate", None)) is not None:
+            gate.set()
+
+
+def said(events: list[JobEvent]) -> str:
+    """A job's answer, once it has ended."""
+    wait_for(lambda: bool(events) and (events[-1].finish or events[-1].error))
+    assert events[-1].error is None, events[-1].error
+    return "".join(event.text for event in events)
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    """Make schedulers, which are closed behind the test."""
+    made: list[Bench] = []
+
+    def make(machine: Any = None, tokens: Any = None, **limits) -> Bench:
+        given = {"sequences": 4, "waiting": 20, "step_tokens": 8, "context": 1000, **limits}
+        made.append(Bench(machine or Machine(), Limits(**given), tokens or Words()))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.open()
+        one.scheduler.close()

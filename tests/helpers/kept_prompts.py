@@ -3,7 +3,8 @@
 import torch
 from tiny_models import save_tiny
 
-from moepack.server.batching.engine import StepInput
+from moepack.server.batching.engine import Engine, StepInput
+from moepack.server.batching.tokens import Tokens
 
 STEP, MOST = 256, 1 << 30
 SYSTEM = [1 + n * 37 % 900 for n in range(200)]  # three whole chunks and a rest
@@ -29,3 +30,11 @@ def read(engine, prompt, ends, new=0):
         tokens[:] = tokens if end >= len(prompt) else tokens[:-1]
     engine.remove(slot)
     return taken, torch.stack(logits[len(ends) - 1 :])
+
+
+def scheduled(bench, model, tokenizer, most, before=lambda items: None, **limits):
+    """A scheduler of a model that keeps so many bytes; `before` is called with the inputs of each pass."""
+    engine = Engine(model, STEP, most)
+    run = engine.run
+    engine.run = lambda items: (before(items), run(items))[1]
+    return bench(engine, Tokens(tokenizer), step_tokens=STEP, waiting=100, context=2000, **limits)

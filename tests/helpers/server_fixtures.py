@@ -24,9 +24,12 @@ import moepack
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
 
+from moepack.server.batching.jobs import JobEvent
 from moepack.server.command import Serve, run
 from moepack.server.http.app import Server
 from moepack.server.options import Limits, Options
+from moepack.server.tools.delimited import HERMES
+from moepack.server.tools.thinking import Thinking
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for t in tools %}{{ t.function.name }} {% endfor %}</tools>"
@@ -50,6 +53,21 @@ def ask(url: str, prompt: str, **more) -> dict[str, Any]:
     body = {"model": NAME, "prompt": prompt, "temperature": 0, **more}
     choice: dict[str, Any] = json.loads(post(f"{url}/v1/completions", body))["choices"][0]
     return choice
+
+
+def reply_of(kind, asked):
+    """The answer of an interface to a chat, by a model that thinks and calls."""
+    return kind(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))
+
+
+# Reasoning, a text and two calls, in pieces that cut their marks.
+EVENTS = [
+    JobEvent("Let me ", generated=2),
+    JobEvent("see.</think>\n\nI ask.\n", generated=6),
+    JobEvent('<tool_call>{"name": "time", "arguments": {"zone"', generated=12),
+    JobEvent(': "utc"}}</tool_call><tool_call>{"name": "time", "argum', generated=18),
+    JobEvent('ents": {}}</tool_call>', finish="stop", generated=24),
+]
 
 
 def chunks_of(reply, events: list[Any]) -> list[Any]:

@@ -24,7 +24,6 @@ FULL: dict[str, str] = {
     "moepack/pipeline/test_ray": "a cluster is started; pipeline/test_executors runs the same tasks without one",
     "moepack/server/test_replicas": "Ray again; server/test_front and test_command run one replica",
     "moepack/test_packaging": "wheels are built and installed; test_imports holds what each folder may import",
-    "moepack/server/test_lm_eval": "lm-evaluation-harness; interfaces/test_openai asks for the same scores",
     "moepack/reports/test_tasks": "lm-evaluation-harness; reports/test_evaluate scores the same model",
     "runtime/downstream/test_generating": "rows of docs/in-other-programs.md; test_object",
     "runtime/downstream/test_training": "rows of docs/in-other-programs.md; downstream/test_object",

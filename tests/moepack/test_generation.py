@@ -108,14 +108,6 @@ def test_an_interrupted_answer_is_forgotten_and_the_chat_goes_on(bundle):
         assert session.model.moepack.counters()["worker_failures"] == 0
 
 
-def test_a_prompt_longer_than_a_chunk_in_a_budget(bundle):
-    prompt = "The history of the town " * 20
-    with Session(bundle, LoadOptions(policy="static:w4", device_memory=40_000_000)) as session:
-        session.load(256, 16)
-        held = session.go_on(session.text(prompt), 8)
-    assert held == generate(bundle, prompt, LoadOptions(policy="static:w4"), max_new_tokens=8)
-
-
 def test_what_cannot_chat_says_so(bundle):
     with pytest.raises(InputError, match="no chat template: give one with chat_template"):
         generate(bundle, "hi", messages=[{"role": "user", "content": "hi"}])

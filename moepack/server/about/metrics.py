@@ -28,7 +28,6 @@ class Metrics(Collector):
 
     def __init__(self, model: ServedModel, name: str, engine: Engine, scheduler: Scheduler) -> None:
         self._serving, self._engine, self._scheduler = model.moepack, engine, scheduler
-        self._vllm = VllmNames(name)
         self._registry = own = CollectorRegistry()
         self.requests = Counter("moepack_requests", "Requests by path and status.", ("path", "status"), registry=own)
         self._first = Histogram(
@@ -38,6 +37,7 @@ class Metrics(Collector):
             "moepack_time_per_output_token_seconds", "After the first, a sequence's mean.", buckets=EACH, registry=own
         )
         own.register(self)
+        self._vllm = VllmNames(name, scheduler, own)
 
     def ended(self, job: Job, event: JobEvent) -> None:
         """Record the times of a finished sequence, by its last event."""
@@ -50,7 +50,7 @@ class Metrics(Collector):
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
-        return generate_latest(self._registry) + self._vllm.text(self._scheduler)
+        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read on each request for /metrics; prometheus_client calls this."""

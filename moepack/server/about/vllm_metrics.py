@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -21,18 +21,21 @@ WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240,
 TOKENS = tuple(n * 10**e for e in range(6) for n in (1, 2, 5))
 
 
-class VllmNames:
-    """Counts of one model's requests, and numbers of its scheduler, as text."""
+class VllmNames(Collector):
+    """Counts of one model's requests, and numbers of its scheduler."""
 
-    def __init__(self, model: str) -> None:
-        self._values, self._registry = ("0", model), CollectorRegistry()
+    def __init__(self, model: str, scheduler: Scheduler, registry: CollectorRegistry) -> None:
+        self._values = ("0", model)
+        self._scheduler = scheduler
+        self._registry = registry
+        registry.register(self)
         self._first = self._histogram("time_to_first_token_seconds", "Time to the first token.", FIRST)
         self._each = self._histogram("request_time_per_output_token_seconds", "Mean time of a later token.", EACH)
         self._whole = self._histogram("e2e_request_latency_seconds", "Time of a whole request.", WHOLE)
         self._read = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self._made = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKENS)
         self._ended = Counter(
-            "vllm:request_success", "Finished sequences.", (*LABELS, "finished_reason"), registry=self._registry
+            "vllm:request_success", "Finished sequences.", (*LABELS, "finished_reason"), registry=registry
         )
 
     def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
@@ -50,21 +53,8 @@ class VllmNames:
         if event.generated > 1:
             self._each.observe((job.last - job.first) / (event.generated - 1))
 
-    def text(self, scheduler: Scheduler) -> bytes:
-        """The metrics in Prometheus's text format."""
-        now = CollectorRegistry()
-        now.register(_Now(scheduler, self._values))
-        return generate_latest(now) + generate_latest(self._registry)
-
-
-class _Now(Collector):
-    """Collects a scheduler's present state as metrics."""
-
-    def __init__(self, scheduler: Scheduler, values: tuple[str, str]) -> None:
-        self._scheduler, self._values = scheduler, values
-
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
+        """Yield the scheduler's present state; prometheus_client calls this."""
         scheduler, totals = self._scheduler, self._scheduler.totals
         limit = scheduler.limits.kv_tokens
         gauges = {

@@ -11,9 +11,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,10 +29,11 @@ from moepack.runtime.residency.kv_reserve import KvBudget
 from .packed_cache import (
     NAME,
     CacheShape,
+    CacheSlot,
     NotPackable,
     PackedKvCache,
-    RowInput,
     SequenceCache,
+    StepInput,
     layers_with_states,
     told_cache,
     windows_of,
@@ -47,37 +48,13 @@ if TYPE_CHECKING:
     from moepack.runtime.kv.forms import Bits
     from moepack.runtime.served_model import CausalModel
 
+__all__ = ["CacheSlot", "Engine", "StepInput"]
 log = logging.getLogger("moepack.server")
 # Passes of many lengths on one thread fragment the heap: 800 passes of up to 256 tokens left 200 MB of free holes.
 TRIM = 5.0  # seconds between two returns of free heap memory to the system
 # The default of the most bytes of kept chunks: KEPT, in a budget at most a SHARE-th of it.
 KEPT = 1 << 30
 SHARE = 8
-
-
-@dataclass(slots=True, eq=False)
-class CacheSlot:
-    """One sequence's KV cache in the engine."""
-
-    cache: Any = None  # a `SequenceCache` if passes are packed, else transformers' own, made in the first pass
-    length: int = 0  # cached tokens
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """The tokens that one step reads of one sequence."""
-
-    slot: CacheSlot  # the sequence's cache
-    tokens: Sequence[int]  # the sequence's next token ids
-    wanted: int = 1  # how many of the last tokens need logits; 0 for none
-    is_prompt: bool = False  # whether the tokens belong to a prompt
-    taken: int = 0  # tokens before them that are copied from kept chunks (`kept_ahead`)
-    keeps: int = 0  # the most chunks that are kept of those of the prompt that the step completes
-
-    @property
-    def start(self) -> int:
-        """Tokens of the sequence before these."""
-        return self.slot.length + self.taken
 
 
 class Engine:
@@ -234,16 +211,15 @@ class Engine:
         if self._rows is None or not item.keeps:
             return 0
         if self._with_states:
-            (one,) = _row_inputs([replace(item, keeps=len(item.tokens))])
-            return next(iter(self._rows.new_states(one)), 0)
+            return next(iter(self._rows.new_states(replace(item, keeps=item.count))), 0)
         number = item.start // CHUNK
-        return number + 1 if number in self._rows.new_chunks(*_row_inputs([item])) else 0
+        return number + 1 if number in self._rows.new_chunks(item) else 0
 
     def kept_tokens(self, items: Sequence[StepInput] = ()) -> int:
         """Tokens of all kept chunks, after a step of these inputs."""
         if self._rows is None:
             return 0
-        return CHUNK * (len(self._rows.prefixes) + sum(len(self._rows.new_chunks(one)) for one in _row_inputs(items)))
+        return CHUNK * (len(self._rows.prefixes) + sum(len(self._rows.new_chunks(one)) for one in items))
 
     def evict(self, spared: Sequence[bytes] = ()) -> bool:
         """Remove the least recently used chunk, unless it begins a prompt with the chunk keys `spared`.
@@ -302,13 +278,13 @@ class Engine:
         if self._watch is None:
             return True
         shape = self._watch.shape
-        tokens = sum(len(i.tokens) for i in items)
-        longest = max((i.start + len(i.tokens) for i in items), default=0)
+        tokens = sum(i.count for i in items)
+        longest = max((i.end for i in items), default=0)
         if self._rows is not None:
-            size = self._rows.after(_row_inputs(items), kept)
+            size = self._rows.after(items, kept)
         else:
             size = self._watch.used
-            size += sum(shape.bytes(i.slot.length + len(i.tokens)) - shape.bytes(i.slot.length) for i in items)
+            size += sum(shape.bytes(i.end) - shape.bytes(i.start) for i in items)
         size += sum(self._alone(n) for n in joining)
         return self._watch.fits(size, max(1, min(tokens, self._step)), max([longest, *joining]))
 
@@ -361,11 +337,11 @@ class Engine:
         rows = self._rows
         assert rows is not None
         tokens = [token for item in items for token in item.tokens]
-        positions = [p for i in items for p in range(i.start, i.start + len(i.tokens))]
-        ends = itertools.accumulate(len(item.tokens) for item in items)
+        positions = [p for i in items for p in range(i.start, i.end)]
+        ends = itertools.accumulate(i.count for i in items)
         kept = [at for item, end in zip(items, ends, strict=True) for at in range(end - item.wanted, end)]
         try:
-            with rows.passing(_row_inputs(items)):
+            with rows.passing(items):
                 logits, _ = self._pass(tokens, positions, rows, kept or [len(tokens) - 1])
         except BaseException:
             if rows.began:
@@ -373,7 +349,7 @@ class Engine:
                     self.remove(item.slot)
             raise
         for item in items:
-            item.slot.length += item.taken + len(item.tokens)
+            item.slot.length = item.end
         parts = iter(logits.split([item.wanted for item in items if item.wanted] or 1))
         return [next(parts) if item.wanted else None for item in items]
 
@@ -391,11 +367,10 @@ class Engine:
 
     def _alone_pass(self, item: StepInput) -> Tensor | None:
         slot = item.slot
-        count = len(item.tokens)
-        positions = list(range(slot.length, slot.length + count))
-        kept = list(range(count - max(1, item.wanted), count))
+        positions = list(range(item.start, item.end))
+        kept = list(range(item.count - max(1, item.wanted), item.count))
         logits, slot.cache = self._pass(list(item.tokens), positions, slot.cache, kept)
-        slot.length += count
+        slot.length += item.count
         return logits if item.wanted else None
 
     def _pass(
@@ -412,7 +387,3 @@ class Engine:
             raise InputError(f"{type(self._model).__name__} keeps no cache between passes: it cannot be served")
         logits: Tensor = out.logits[0]
         return (logits if self._only_last else logits[kept]), made
-
-
-def _row_inputs(items: Sequence[StepInput]) -> list[RowInput]:
-    return [RowInput(i.slot.cache, len(i.tokens), i.is_prompt, i.taken, i.keeps) for i in items]

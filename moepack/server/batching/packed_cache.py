@@ -107,29 +107,49 @@ class CacheShape:
         return self.full * room + grown + (self.fixed if room else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class RowInput:
-    """What a pass does to one row."""
+@dataclass(slots=True, eq=False)
+class CacheSlot:
+    """One sequence's cache in the engine, which a removed sequence lets go: policies hear of its end by that."""
 
-    row: SequenceCache
-    count: int  # tokens that it reads
-    is_prompt: bool = False  # whether these are a prompt's
-    taken: int = 0  # tokens before them that are copied from kept chunks
-    keeps: int = 0  # the most chunks that are kept of those that it completes
+    cache: Any = None  # a `SequenceCache` if passes are packed, else transformers' own, made in the first pass
+    length: int = 0  # cached tokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """The tokens that one step reads of one sequence."""
+
+    slot: CacheSlot  # the sequence's cache
+    tokens: Sequence[int]  # the sequence's next token ids
+    wanted: int = 1  # how many of the last tokens need logits; 0 for none
+    is_prompt: bool = False  # whether the tokens belong to a prompt
+    taken: int = 0  # tokens before them that are copied from kept chunks (`Engine.kept_ahead`)
+    keeps: int = 0  # the most chunks that are kept of those of the prompt that the step completes
+
+    @property
+    def row(self) -> SequenceCache:
+        """The sequence's row, if passes are packed."""
+        row: SequenceCache = self.slot.cache
+        return row
+
+    @property
+    def count(self) -> int:
+        """How many tokens are read."""
+        return len(self.tokens)
 
     @property
     def start(self) -> int:
-        """Tokens of the row before those that the pass reads."""
-        return self.row.length + self.taken
+        """Tokens of the sequence before those that are read."""
+        return self.slot.length + self.taken
 
     @property
     def end(self) -> int:
-        """Tokens of the row after the pass."""
+        """Tokens of the sequence after the step."""
         return self.start + self.count
 
     @property
     def room(self) -> int:
-        """The row's room after the pass."""
+        """The row's room after the step."""
         return self.row.room_for(self.end)
 
 
@@ -137,7 +157,7 @@ class RowInput:
 class _PassPart:
     """A row's part of the running pass."""
 
-    of: RowInput
+    of: StepInput
     span: slice  # where its tokens are in the pass
     room: int  # the row's room after the pass
     chunks: list[Chunk]  # the kept chunks at its prompt's beginning, if it takes some
@@ -224,7 +244,7 @@ class PackedKvCache(Cache, PackedCache):
         """Bytes of all rows and kept chunks; during a pass, what they may reach in it."""
         return self.after([part.of for part in self._parts])
 
-    def after(self, inputs: Sequence[RowInput], kept: bool = True) -> int:
+    def after(self, inputs: Sequence[StepInput], kept: bool = True) -> int:
         """Return the peak bytes of all rows, and of kept chunks if these are `kept`, in a pass with these inputs."""
         grown = [(one.row.room, one.room) for one in inputs]
         size = sum(self._bytes(row.room) for row in self.rows)
@@ -246,7 +266,7 @@ class PackedKvCache(Cache, PackedCache):
         """Bytes of a kept chunk: of its token ids alone if no layer keeps keys and values; 0 if unknown."""
         return CHUNK * (shape.full or 8) if shape else 0
 
-    def new_chunks(self, one: RowInput) -> range:
+    def new_chunks(self, one: StepInput) -> range:
         """Return which of a prompt's chunks a pass completes and keeps, by their place in the prompt, from 0."""
         first = one.start // CHUNK
         whole = min(len(one.row.keys), one.end // CHUNK)
@@ -255,7 +275,7 @@ class PackedKvCache(Cache, PackedCache):
         have = len(self.prefixes.find(one.row.keys))
         return range(have, min(whole, have + one.keeps, self.prefixes.most_chunks) if first <= have else have)
 
-    def new_states(self, one: RowInput) -> list[int]:
+    def new_states(self, one: StepInput) -> list[int]:
         """Return after how many chunks of a prompt a pass keeps the states, in ascending order.
 
         These are its last chunk, those after which other prompts go on in another way, and some so far apart that their
@@ -281,7 +301,7 @@ class PackedKvCache(Cache, PackedCache):
         return [(part.of.row, part.of.count, part.of.is_prompt) for part in self._parts]
 
     @contextmanager
-    def passing(self, inputs: Sequence[RowInput]) -> Iterator[None]:
+    def passing(self, inputs: Sequence[StepInput]) -> Iterator[None]:
         """Enclose a pass with these inputs in order.
 
         If the pass fails once `began` is set, its rows are invalid.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import difflib
-import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -84,16 +84,18 @@ class Server:
         self._info = Info(options.name, model.moepack, self.scheduler, self.metrics, view, chats, self._aside)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._helpers = concurrent.futures.ThreadPoolExecutor(HELPERS, "moepack-requests")
-        routes = [
-            *self._info.routes,
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/responses", self._responses, methods=["POST"]),
-            Route("/v1/messages", self._messages, methods=["POST"]),
-            Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
-        ]
+        answered = partial(self._answered, prepared=self._prepare_chat)
+        texts = partial(self._answered, prepared=self._prepare_texts)
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/tokenize": partial(self._computed, answer=partial(self._tokens_of, parsed=tokenize)),
+            "/detokenize": partial(self._computed, answer=partial(self._tokens_of, parsed=detokenize)),
+            "/v1/completions": partial(texts, parsed=parse.completion, kind=CompletionReply),
+            "/v1/chat/completions": partial(answered, parsed=parse.chat, kind=ChatReply),
+            "/v1/responses": partial(answered, parsed=responses, kind=ResponseReply),
+            "/v1/messages": partial(answered, parsed=messages, kind=MessageReply),
+            "/v1/messages/count_tokens": partial(self._computed, answer=self._count),
+        }
+        routes = [*self._info.routes, *(Route(path, answer, methods=["POST"]) for path, answer in posts.items())]
         handlers: dict[Any, Any] = {ApiError: _refusal, HTTPException: _http_error, Exception: _failure}
         handlers |= {Gone: _left, ClientDisconnect: _left}
         inner = Starlette(routes=routes, exception_handlers=handlers)
@@ -144,49 +146,26 @@ class Server:
 
     # --- generation
 
-    async def _tokenize(self, request: Request) -> Response:
-        return await self._tokens_of(request, tokenize)
-
-    async def _detokenize(self, request: Request) -> Response:
-        return await self._tokens_of(request, detokenize)
-
-    async def _tokens_of(self, request: Request, parsed: Callable[[Object, int], Tokenized]) -> Response:
+    async def _computed(self, request: Request, answer: Callable[[Object], Object]) -> Response:
+        """Answer a request whose answer is computed from its body at once."""
         raw = await body(request, self._options.body)
+        return Json(await self._aside(lambda: answer(parse_json(raw))))
 
-        def answer() -> dict[str, object]:
-            asked = parsed(parse_json(raw), self._vocabulary)
-            self._info.check_model(asked.model)
-            return asked.answer(self.tokens, self._template, self.scheduler.most_tokens)
+    def _tokens_of(self, given: Object, parsed: Callable[[Object, int], Tokenized]) -> Object:
+        asked = parsed(given, self._vocabulary)
+        self._info.check_model(asked.model)
+        return asked.answer(self.tokens, self._template, self.scheduler.most_tokens)
 
-        return Json(await self._aside(answer))
+    def _count(self, given: Object) -> Object:
+        asked = counted(given, self._vocabulary)
+        self._info.check_model(asked.model)
+        assert asked.chat is not None
+        return {"input_tokens": len(self._template.render(asked.chat)[1])}
 
-    async def _completions(self, request: Request) -> Response:
-        def encoded(asked: parse.Request) -> _Prepared:
-            each = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
-            schema = asked.schema
-            return _Prepared(each, grammar=None if schema is None else self._grammars.of_schema(schema))
-
-        return await self._answered(request, parse.completion, encoded, CompletionReply)
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answered(request, parse.chat, self._prepare_chat, ChatReply)
-
-    async def _responses(self, request: Request) -> Response:
-        return await self._answered(request, responses, self._prepare_chat, ResponseReply)
-
-    async def _messages(self, request: Request) -> Response:
-        return await self._answered(request, messages, self._prepare_chat, MessageReply)
-
-    async def _count(self, request: Request) -> Response:
-        raw = await body(request, self._options.body)
-
-        def answer() -> dict[str, int]:
-            asked = counted(parse_json(raw), self._vocabulary)
-            self._info.check_model(asked.model)
-            assert asked.chat is not None
-            return {"input_tokens": len(self._template.render(asked.chat)[1])}
-
-        return Json(await self._aside(answer))
+    def _prepare_texts(self, asked: parse.Request) -> _Prepared:
+        each = [self.tokens.encode(p, asked.special, "prompt") if isinstance(p, str) else p for p in asked.prompts]
+        schema = asked.schema
+        return _Prepared(each, grammar=None if schema is None else self._grammars.of_schema(schema))
 
     def _prepare_chat(self, asked: parse.Request) -> _Prepared:
         assert asked.chat is not None
@@ -265,7 +244,7 @@ class Server:
             for n in range(asked.count):
                 seed = asked.sampling.seed
                 sampling = asked.sampling if seed is None else replace(asked.sampling, seed=_mixed(seed, n))
-                job = Job(prompt, wanted, sampling, functools.partial(answer.hear, len(answer.jobs)), asked.stops)
+                job = Job(prompt, wanted, sampling, partial(answer.hear, len(answer.jobs)), asked.stops)
                 job.ends = frozenset() if asked.ignores_ends else self.tokens.ends
                 job.grammar, job.shows_special = prepared.grammar, prepared.shows_special
                 job.wants_prompt = asked.echo and sampling.top_logprobs is not None

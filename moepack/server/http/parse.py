@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -86,6 +86,7 @@ class Request:
     bound: bool = False  # whether max_tokens may exceed what fits: the answer then ends where its room does
     names: Names = CHAT_NAMES
     unfollowed: tuple[str, ...] = ()  # fields with hints that no answer follows
+    repeated: Object = field(default_factory=dict)  # what a response repeats of its request
 
 
 # --- fields that requests share
@@ -320,10 +321,17 @@ class TextPart(OpenBody):
 Content = Text | List[TextPart]
 
 
-def _joined(content: Content | None) -> str:
+class HasText(Protocol):
+    """A part of a text."""
+
+    text: Text
+
+
+def joined(content: str | Sequence[HasText] | None, between: str = "") -> str:
+    """Return a text that may come in parts, or not at all."""
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.text for part in content)
+    return between.join(part.text for part in content)
 
 
 class AnyMessage(Body):
@@ -341,7 +349,7 @@ class AnyMessage(Body):
         """The message as templates read it."""
         role = "system" if self.role == "developer" else self.role
         name: Object = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": _joined(self.content), **name}
+        return {"role": role, "content": joined(self.content), **name}
 
 
 class Message(AnyMessage):

@@ -6,7 +6,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,10 +14,10 @@ from moepack.server.batching.jobs import JobEvent
 from moepack.server.batching.sampling import Scored
 from moepack.server.batching.tokens import Tokens
 from moepack.server.errors import ApiError
-from moepack.server.tools.parts import AnswerPart, AnswerReader
+from moepack.server.tools.parts import AnswerReader
 
 from .parse import Request
-from .said import Said
+from .said import Item, Said
 from .toolbox import said_call
 
 
@@ -64,7 +64,7 @@ class Reply:
         self._said = [] if asked.chat is None else [Said(reader(), several) for _ in self.choices]
         self._setup()
         self._head = {
-            "id": f"{self.prefix}-{secrets.token_hex(16)}", "object": self.kinds[asked.stream],
+            "id": self.prefix + secrets.token_hex(16), "object": self.kinds[asked.stream],
             "created": int(time.time()), "model": model,
         }  # fmt: skip
 
@@ -132,7 +132,7 @@ def sse(value: dict[str, object], name: str | None = None) -> bytes:
 class ChatReply(Reply):
     """The answer to a chat completion."""
 
-    prefix, kinds = "chatcmpl", ("chat.completion", "chat.completion.chunk")
+    prefix, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
     def _usage(self) -> dict[str, object]:
         spent = sum(said.reasoning_tokens for said in self._said)
@@ -140,12 +140,12 @@ class ChatReply(Reply):
 
     def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         said = self._said[index]
-        content = said.content or (None if said.calls else "")
+        content = said.text("content") or (None if said.calls else "")
         message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None, "annotations": []}
-        if said.reasoning:
-            message["reasoning_content"] = said.reasoning
+        if reasoning := said.text("reasoning"):
+            message["reasoning_content"] = reasoning
         if said.calls:
-            message["tool_calls"] = [said_call(call.id, call.name, call.arguments) for call in said.calls]
+            message["tool_calls"] = [said_call(item.call, item.name, item.text) for item in said.calls]
         logprobs = self._logprobs(choice.scored)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": said.finish}
 
@@ -158,24 +158,12 @@ class ChatReply(Reply):
         self._begun.add(index)
         _, scored = choice.hear(event)
         said = self._said[index]
-        before = len(said.calls)
-        deltas = list(self._deltas(said, before, said.hear(event)))
+        deltas = [_delta(said, item, text) for item, text in said.hear(event)]
         if scored and not deltas:
             deltas = [{}]
         logprobs = [self._logprobs(scored), *[self._logprobs(())] * len(deltas)]
         out = role + [_chat_piece(index, delta, None, p) for delta, p in zip(deltas, logprobs, strict=False)]
         return [*out, _chat_piece(index, {}, said.finish)] if said.finish else out
-
-    def _deltas(self, said: Said, calls: int, parts: list[AnswerPart]) -> Iterator[dict[str, object]]:
-        """Yield the changes of a message by new parts, of which the first call is the one after `calls`."""
-        for part in parts:
-            if part.kind == "call":
-                yield {"tool_calls": [{"index": calls, **said_call(said.calls[calls].id, part.text, "")}]}
-                calls += 1
-            elif part.kind == "arguments":
-                yield {"tool_calls": [{"index": calls - 1, "function": {"arguments": part.text}}]}
-            else:
-                yield {"content" if part.kind == "content" else "reasoning_content": part.text}
 
     def _logprobs(self, scored: Sequence[Scored]) -> dict[str, object] | None:
         if not self._wants_scores:
@@ -189,6 +177,14 @@ class ChatReply(Reply):
         return {"content": content, "refusal": None}
 
 
+def _delta(said: Said, item: Item, text: str) -> dict[str, object]:
+    """The change of a message by new text of an item."""
+    if item.kind != "call":
+        return {"content" if item.kind == "content" else "reasoning_content": text}
+    more = {"function": {"arguments": text}} if text else said_call(item.call, item.name, "")
+    return {"tool_calls": [{"index": said.calls.index(item), **more}]}
+
+
 def _chat_piece(
     index: int, delta: dict[str, object], finish: str | None = None, logprobs: dict[str, object] | None = None
 ) -> dict[str, object]:
@@ -198,7 +194,7 @@ def _chat_piece(
 class CompletionReply(Reply):
     """The answer to a completion."""
 
-    prefix, kinds = "cmpl", ("text_completion", "text_completion")
+    prefix, kinds = "cmpl-", ("text_completion", "text_completion")
 
     def _choice(self, index: int, choice: Choice) -> dict[str, object]:
         logprobs = self._logprobs(choice.scored)

@@ -64,36 +64,21 @@ Parameters = Annotated[Object, AfterValidator(_of_object)]
 Arguments = Annotated[Object, BeforeValidator(_earlier, json_schema_input_type=Text | Object)]
 
 
-class BaseFunction(Body):
-    """The fields of a function that all interfaces share, except its arguments."""
+class Function(Body):
+    """A function as OpenAI's interfaces say it."""
 
     name: Annotated[Text, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: Text | None = None
     strict: Flag = False
     cache_control: Object | None = None  # of Anthropic's clients: it changes no answer
-
-    @property
-    def arguments(self) -> Object | None:
-        """The schema of its arguments; None if it takes none."""
-        raise NotImplementedError
+    parameters: Parameters | None = None  # other interfaces have another name for it
 
     @property
     def listed(self) -> Object:
         """The function as templates read it."""
         described: Object = {} if self.description is None else {"description": self.description}
-        parameters = NO_ARGUMENTS if self.arguments is None else self.arguments
+        parameters = NO_ARGUMENTS if self.parameters is None else self.parameters
         return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
-
-
-class Function(BaseFunction):
-    """A function as OpenAI's interfaces say it."""
-
-    parameters: Parameters | None = None
-
-    @property
-    def arguments(self) -> Object | None:
-        """The schema of its arguments."""
-        return self.parameters
 
 
 class Tool(OpenBody):
@@ -139,7 +124,7 @@ def said_call(call: str, name: str, arguments: Object | str) -> Object:
     return {"id": call, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def chosen(given: Sequence[BaseFunction], choice: str | None, named: str | None, several: bool) -> tuple[Listed, Tools]:
+def chosen(given: Sequence[Function], choice: str | None, named: str | None, several: bool) -> tuple[Listed, Tools]:
     """Return the functions for the template, and what an answer may call.
 
     Args:

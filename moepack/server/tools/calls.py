@@ -1,4 +1,4 @@
-"""Calls between marks: what all such forms share, whatever stands between a call's marks."""
+"""Forms of calls, and what those between marks share, whatever stands between a call's marks."""
 
 from __future__ import annotations
 
@@ -7,21 +7,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .lark import Lark
-from .parts import MOST_CALLS, Schema, StateReader, Tools
+from .parts import MOST_CALLS, AnswerReader, Functions, Schema, StateReader, Tools
 
 HEAD = 4096  # the most characters of a call's head: those of one without end are not looked through at every token
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
-    """A form of calls: `before` with the function's name in it, the arguments, and `after`.
+class CallForm:
+    """A form of calls: how they are read from an answer, and what grammar holds an answer to them."""
+
+    name: str
+    sign: str  # what a template holds if it has this form
+    marks: tuple[str, ...]  # texts that answers must show though they may be tokens of their own, perhaps special ones
+
+    def reader(self, functions: Functions) -> AnswerReader:
+        """Make a reader of one answer."""
+        raise NotImplementedError
+
+    def answer(self, lark: Lark, tools: Tools, schema: Schema | None = None) -> str:
+        """Return the body of a rule of an answer.
+
+        It consists of calls; or, if none is required, of JSON that keeps to `schema` or of calls; or, without a schema,
+        of a text and perhaps calls.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Marked(CallForm):
+    """Calls between marks: `before` with the function's name in it, the arguments, and `after`.
 
     `section` stands around all calls of an answer. `head` matches what stands between `open` and the arguments, with
     the name as its last group; models vary more than what `before` writes.
     """
 
-    name: str
-    sign: str  # what a template holds if it has this form
     open: str
     close: str
     before: str  # with NAME for the function's name
@@ -29,7 +48,6 @@ class Marked:
     between: str  # what stands between two calls
     head: re.Pattern[str]
     section: tuple[str, str] | None = None
-    marks: tuple[str, ...] = ()  # tokens that answers must show though they may be special ones
 
     def answer(self, lark: Lark, tools: Tools, schema: Schema | None = None) -> str:
         """See CallForm."""

@@ -95,21 +95,23 @@ def _call_of(body: str) -> tuple[str, str] | None:
 HERMES = Delimited(
     "hermes",
     "<tool_call>",
+    ("<tool_call>", "</tool_call>"),
     "<tool_call>",
     "</tool_call>",
     '<tool_call>\n{"name": "NAME", "arguments": ',
     "}\n</tool_call>",
     "\n",
     re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'),
-    marks=("<tool_call>", "</tool_call>"),
 )
 _OPEN, _CLOSE, _SEP, *_BOTH = (
     f"<\uff5ctool▁{name}\uff5c>" for name in ("call▁begin", "call▁end", "sep", "calls▁begin", "calls▁end")
 )
 _ALL = (_BOTH[0], _BOTH[1])
+_MARKS = (*_ALL, _OPEN, _CLOSE, _SEP)
 DEEPSEEK_V3 = Delimited(
     "deepseek-v3",
     "```json",
+    _MARKS,
     _OPEN,
     _CLOSE,
     f"{_OPEN}function{_SEP}NAME\n```json\n",
@@ -117,11 +119,11 @@ DEEPSEEK_V3 = Delimited(
     "\n",
     re.compile(rf"\w*{_SEP}\s*(\S+)\s*```json\s*(?=\{{)"),
     _ALL,
-    (*_ALL, _OPEN, _CLOSE, _SEP),
 )
 DEEPSEEK = Delimited(
     "deepseek-v3.1",
     _OPEN,
+    _MARKS,
     _OPEN,
     _CLOSE,
     f"{_OPEN}NAME{_SEP}",
@@ -129,13 +131,13 @@ DEEPSEEK = Delimited(
     "",
     re.compile(rf"\s*(\S+?)\s*{_SEP}\s*(?=\{{)"),
     _ALL,
-    (*_ALL, _OPEN, _CLOSE, _SEP),
 )
 _SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _OPEN, _ARGUMENTS, _CLOSE = (f"<|tool_call_{name}|>" for name in ("begin", "argument_begin", "end"))
 KIMI = Delimited(
     "kimi",
     _ARGUMENTS,
+    (*_SECTION, _OPEN, _CLOSE, _ARGUMENTS),
     _OPEN,
     _CLOSE,
     f"{_OPEN}functions.NAME:#{_ARGUMENTS}",
@@ -143,5 +145,4 @@ KIMI = Delimited(
     "",
     re.compile(r"\s*(?=(\S+?)\s*<\|)(?:functions\.)?([^\s:<]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
     _SECTION,
-    (*_SECTION, _OPEN, _CLOSE, _ARGUMENTS),
 )

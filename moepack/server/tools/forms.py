@@ -3,42 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 from . import thinking
+from .calls import CallForm
 from .delimited import DEEPSEEK, DEEPSEEK_V3, HERMES, KIMI
 from .harmony import HARMONY
 from .lark import BREAK, Lark
-from .parts import AnswerReader, Functions, JsonOrCalls, PlainReader, Schema, Tools
+from .parts import AnswerReader, JsonOrCalls, PlainReader, Schema, Tools
 from .tagged import DEEPSEEK_V4, DEEPSEEK_V32, GLM, QWEN_CODER
 from .thinking import Thinking
-
-
-class CallForm(Protocol):
-    """A form of calls: how they are read from an answer, and what grammar holds an answer to them."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def sign(self) -> str:
-        """Return the text by which a chat template shows that its model writes this form."""
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Texts that are tokens of their own, perhaps special ones."""
-
-    def reader(self, functions: Functions) -> AnswerReader:
-        """Make a reader of one answer."""
-
-    def answer(self, lark: Lark, tools: Tools, schema: Schema | None = None) -> str:
-        """Return the body of a rule of an answer.
-
-        It consists of calls; or, if none is required, of JSON that keeps to `schema` or of calls; or, without a schema,
-        of a text and perhaps calls.
-        """
-
 
 # A new form is one line here. The first whose sign a template holds is the model's: GLM's and Qwen3-Coder's templates
 # have Hermes's mark too, and DeepSeek V3's has that of V3.1.
@@ -71,7 +44,9 @@ class Manners:
             added: the tokens that were added to the tokenizer's vocabulary, by name.
             special: those of them that decoding leaves out.
         """
-        self.form = next((form for form in FORMS if form.sign in template and _has_marks(form, template)), None)
+        # DeepSeek's signs are a fence or a word, which other templates may hold: its marks they do not.
+        found = (form for form in FORMS if form.sign in template and form.marks[0] in template)
+        self.form = next(found, None)
         self.thinks = self.form is not HARMONY and thinking.CLOSE in template
         marks = (*(() if self.form is None else self.form.marks), thinking.OPEN, thinking.CLOSE)
         self._tokens = {mark: added[mark] for mark in marks if mark in added}
@@ -112,11 +87,6 @@ class Manners:
         first = thought if _opened(prompt) else f"({lark.text(thinking.OPEN)} {thought})?"
         breaks = lark.rule(f"/{BREAK}{{0,2}}/", "T")
         return lark.grammar(f"{first} {breaks} {answer}")
-
-
-def _has_marks(form: CallForm, template: str) -> bool:
-    """Whether a template with a form's sign has its first mark: DeepSeek's signs are a fence or a word."""
-    return form.marks[0] in template
 
 
 def _opened(prompt: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from .calls import CallForm
 from .lark import BREAK, Lark
 from .parts import AnswerReader, Functions, Schema, StateReader, Tools, cut
 
@@ -18,13 +18,10 @@ _TO = re.compile(r"to=functions\.([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-@dataclass(frozen=True, slots=True)
-class Harmony:
+class Harmony(CallForm):
     """The form of every answer, with calls or without, and of reasoning."""
 
-    name: str = "gpt-oss"
-    sign: str = CHANNEL
-    marks: tuple[str, ...] = (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS)
+    __slots__ = ()
 
     def reader(self, functions: Functions) -> AnswerReader:
         """Make a reader of one answer."""
@@ -52,7 +49,7 @@ def _thought(lark: Lark) -> str:
     return lark.rule(f"{begins} {lark.through('<|end|>')} {goes_on}") + "?"
 
 
-HARMONY = Harmony()
+HARMONY = Harmony("gpt-oss", CHANNEL, (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS))
 
 
 class _Reader(StateReader):

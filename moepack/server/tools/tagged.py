@@ -182,26 +182,26 @@ _END = "</tool_call>"
 GLM = Tagged(
     "glm",
     "<arg_key>",
+    (_CALL, _END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     _CALL,
     _END,
     "<tool_call>NAME\n",
     _END,
     "\n",
     re.compile(r"\s*([^\s<]+)\s*(?=<arg_key>|</tool_call>)"),
-    marks=(_CALL, _END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
     argument=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
     pair=re.compile(r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL),
 )
 QWEN_CODER = Tagged(
     "qwen3-coder",
     "<function=",
+    (_CALL, _END),
     _CALL,
     _END,
     "<tool_call>\n<function=NAME>\n",
     "</function>\n</tool_call>",
     "\n",
     re.compile(r"\s*<function=([^>]+)>\s*"),
-    marks=(_CALL, _END),
     argument=("<parameter=KEY>\n", "\n</parameter>\n"),
     pair=re.compile(r"\s*<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL),
 )
@@ -213,6 +213,7 @@ def _dsml(name: str, section: str) -> Tagged:
     return Tagged(
         name,
         f"{section}>",
+        (_DSML,),
         f"<{_DSML}invoke",
         f"</{_DSML}invoke>",
         f'<{_DSML}invoke name="NAME">\n',
@@ -220,7 +221,6 @@ def _dsml(name: str, section: str) -> Tagged:
         "\n",
         re.compile(r'\s+name="([^"<]+)"\s*>\s*'),
         (f"<{_DSML}{section}>\n", f"\n</{_DSML}{section}>"),
-        (_DSML,),
         argument=(f'<{_DSML}parameter name="KEY" string="IS_TEXT">', f"</{_DSML}parameter>\n"),
         pair=re.compile(
             rf'\s*<{_DSML}parameter\s+name="(?P<key>[^"]*)"(?:\s+string="(?P<is_text>true|false)")?\s*>(?P<value>.*?)'

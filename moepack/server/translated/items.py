@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.http.replies import Reply, sse
-from moepack.server.tools.parts import AnswerPart
-
-
-@dataclass(slots=True)
-class Item:
-    """One item of an answer, as written so far."""
-
-    kind: str  # "reasoning", "content" or "call"
-    index: int
-    id: str
-    call: str = ""  # the call's id
-    name: str = ""  # the function's name
-    text: str = ""  # the text, or the call's arguments as JSON
+from moepack.server.http.said import Item
 
 
 class ItemReply(Reply):
     """The answer to a chat as items. Subclasses write items and the events of a stream."""
 
-    prefix, kinds, done = "", ("", ""), b""
+    kinds, done = ("", ""), b""
 
     def _setup(self) -> None:
-        self._items: list[Item] = []
-        self._open = False  # whether the last item goes on
+        self._open: Item | None = None  # the item that goes on
         self._ended = False  # whether no item follows the last
-        self._id = f"{self.prefix}_{secrets.token_hex(16)}"
         self._stop: str | None = None  # the stop string that ended the answer
 
     def event(self, value: JsonObject) -> bytes:
@@ -75,37 +59,37 @@ class ItemReply(Reply):
         """Tokens of the answer."""
         return self.choices[0].generated
 
+    @property
+    def _items(self) -> list[Item]:
+        return self._said[0].items
+
     def _events(self, event: JobEvent) -> Iterator[dict[str, object]]:
         """Append an event to the items; yield what a stream says of it."""
+        said = self._said[0]
         self.choices[0].hear(event)
         self._stop = event.stop
-        for part in self._said[0].hear(event):
-            yield from self._take(part)
+        for item, text in said.hear(event):
+            yield from self._go_on(item)
+            if text:
+                yield self._more(item, text)
         if event.finish is not None:
-            if not self._items:  # an answer has an item, if an empty one
-                yield from self._take(AnswerPart("content", ""))
+            if not said.items:  # an answer has an item, if an empty one
+                yield from self._go_on(said.add("content"))
             self._ended = True
             yield from self._close()
 
-    def _take(self, part: AnswerPart) -> Iterator[dict[str, object]]:
-        begins = part.kind == "call" or not self._open
-        kind = "call" if part.kind == "arguments" else part.kind
-        if begins or self._items[-1].kind != kind:
+    def _go_on(self, item: Item) -> Iterator[dict[str, object]]:
+        """Begin an item, unless it is open."""
+        if item is not self._open:
             yield from self._close()
-            item = Item(kind, len(self._items), secrets.token_hex(16))
-            if kind == "call":
-                item.call, item.name = self._said[0].calls[sum(i.kind == "call" for i in self._items)].id, part.text
-            self._items.append(item)
-            self._open = True
+            self._open = item
             yield from self._begin(item)
-        if part.kind != "call" and part.text:
-            self._items[-1].text += part.text
-            yield self._more(self._items[-1], part.text)
 
     def _close(self) -> Iterator[dict[str, object]]:
-        if self._open:
-            self._open = False
-            yield from self._end(self._items[-1])
+        ended = self._open
+        self._open = None
+        if ended is not None:
+            yield from self._end(ended)
 
     # --- what an interface says
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moepack.server.errors import ApiError
+from moepack.server.http.said import Item
 from moepack.server.http.toolbox import as_object
 
-from .items import Item, ItemReply
+from .items import ItemReply
 
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -15,18 +16,19 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 class MessageReply(ItemReply):
     """The answer to one request."""
 
-    prefix = "msg"
+    prefix = "msg_"
 
     def whole(self) -> dict[str, object]:
         """The message."""
         return self._message([self._block(item, item.text) for item in self._items], self._reason())
 
     def _message(self, content: list[dict[str, object]], reason: str | None) -> dict[str, object]:
-        return {
-            "id": self._id, "type": "message", "role": "assistant", "model": self._head["model"], "content": content,
-            "stop_reason": reason, "stop_sequence": self._stop, "stop_details": None, "container": None,
-            "usage": {**self._spent(), "cache_creation": None, "inference_geo": None, "service_tier": "standard"},
-        }  # fmt: skip
+        head = {"id": self._head["id"], "type": "message", "role": "assistant", "model": self._head["model"]}
+        usage = {**self._spent(), "cache_creation": None, "inference_geo": None, "service_tier": "standard"}
+        return {**head, "content": content, **self._stopped(reason), "usage": usage}
+
+    def _stopped(self, reason: str | None) -> dict[str, object]:
+        return {"stop_reason": reason, "stop_sequence": self._stop, "stop_details": None, "container": None}
 
     def _reason(self) -> str | None:
         finish = self._said[0].finish
@@ -75,8 +77,7 @@ class MessageReply(ItemReply):
         yield {"type": "content_block_stop", "index": item.index}
 
     def _last(self) -> Iterator[dict[str, object]]:
-        reason = {"stop_reason": self._reason(), "stop_sequence": self._stop, "stop_details": None, "container": None}
-        yield {"type": "message_delta", "delta": reason, "usage": self._spent()}
+        yield {"type": "message_delta", "delta": self._stopped(self._reason()), "usage": self._spent()}
         yield {"type": "message_stop"}
 
     def failure(self, error: ApiError) -> dict[str, object]:

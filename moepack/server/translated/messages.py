@@ -11,7 +11,7 @@ from moepack.server.errors import bad
 from moepack.server.http import parse
 from moepack.server.http.models import Body, Flag, Hint, List, NoItems, Number, Object, Off, Text, Whole, read, wrong
 from moepack.server.http.parse import Dialogue, Names, Request
-from moepack.server.http.toolbox import MOST_TOOLS, Arguments, BaseFunction, Parameters, chosen, said_call
+from moepack.server.http.toolbox import MOST_TOOLS, Arguments, Function, Parameters, chosen, said_call
 from moepack.server.options import DEFAULTS, Sampling
 
 NAMES = Names(prompt="messages", schema="output_config.format", effort="output_config.effort")
@@ -73,13 +73,9 @@ class ToolResult(Cached):
 
     def said(self) -> Object:
         """The result as a message that templates read."""
-        text = _paragraphs(self.content)
+        text = parse.joined(self.content, "\n\n")
         shown = f"Error: {text}" if self.is_error else text
         return {"role": "tool", "content": shown, "tool_call_id": self.tool_use_id}
-
-
-def _paragraphs(texts: Texts) -> str:
-    return texts if isinstance(texts, str) else "\n\n".join(block.text for block in texts)
 
 
 Block = Annotated[TextBlock | ThinkingBlock | RedactedThinking | ToolUse | ToolResult, Field(discriminator="type")]
@@ -163,19 +159,14 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class MessagesTool(BaseFunction):
+class MessagesTool(Function):
     """A function that an answer may call."""
 
     type: Literal["custom"] = "custom"
-    input_schema: Parameters | None = None
+    parameters: Parameters | None = Field(None, alias="input_schema")
     eager_input_streaming: Flag | None = None  # arguments are streamed as they are made
     defer_loading: Off | None = None
     allowed_callers: List[Literal["direct"]] | None = None
-
-    @property
-    def arguments(self) -> Object | None:
-        """The schema of its arguments."""
-        return self.input_schema
 
 
 class ToolChoice(Body):
@@ -218,9 +209,10 @@ class CountBody(Cached):
         if self.output_config.format is not None and self.output_format is not None:
             raise bad("output_format", "cannot stand beside output_config.format, its newer name: send one of them")
         shown, tools = chosen(self.tools, CHOICES[asked.type], asked.name, not asked.disable_parallel_tool_use)
-        system: list[Object] = [] if self.system is None else [{"role": "system", "content": _paragraphs(self.system)}]
-        said = [*system]
-        origins = ["system"] * len(system)
+        said: list[Object] = []
+        if self.system is not None:
+            said.append({"role": "system", "content": parse.joined(self.system, "\n\n")})
+        origins = ["system"] * len(said)
         for n, message in enumerate(self.messages):
             for made in message.said():
                 said.append(made)
@@ -251,7 +243,7 @@ class MessagesBody(CountBody):
 def messages(given: Object, vocabulary: int, defaults: Sampling = DEFAULTS) -> Request:
     """Parse a request to /v1/messages. An ApiError names the field that is wrong or unsupported."""
     body = read(MessagesBody, given)
-    sampling = defaults.with_given(body.temperature, body.top_p, body.top_k)
+    sampling = defaults.with_given(temperature=body.temperature, top_p=body.top_p, top_k=body.top_k)
     stops = tuple(body.stop_sequences)
     return body.request(max_tokens=body.max_tokens, bound=True, sampling=sampling, stops=stops, stream=body.stream)
 

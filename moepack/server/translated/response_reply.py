@@ -6,22 +6,22 @@ import time
 from collections.abc import Iterator
 
 from moepack.server.errors import ApiError
+from moepack.server.http.said import Item
 
-from .items import Item, ItemReply
-from .responses import ResponsesRequest
+from .items import ItemReply
 
 _IDS = {"reasoning": "rs", "content": "msg", "call": "fc"}
+_TEXTS = {"reasoning": "reasoning_text", "content": "output_text", "call": "function_call_arguments"}
 
 
 class ResponseReply(ItemReply):
     """The answer to one request."""
 
-    prefix = "resp"
+    prefix = "resp_"
 
     def whole(self) -> dict[str, object]:
         """The response object, as far as it is made."""
         asked, said, sampling = self._asked, self._said[0], self._asked.sampling
-        assert isinstance(asked, ResponsesRequest)
         status = {None: "in_progress", "length": "incomplete"}.get(said.finish, "completed")
         usage = {
             "input_tokens": self._read, "input_tokens_details": {"cached_tokens": self.choices[0].cached},
@@ -29,7 +29,7 @@ class ResponseReply(ItemReply):
             "total_tokens": self._read + self._made,
         }  # fmt: skip
         return {
-            "id": self._id, "object": "response", "created_at": self._head["created"], "status": status,
+            "id": self._head["id"], "object": "response", "created_at": self._head["created"], "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "error": None, "model": self._head["model"], "output": [self._item(item) for item in self._items],
@@ -42,7 +42,7 @@ class ResponseReply(ItemReply):
 
     def _item(self, item: Item) -> dict[str, object]:
         """Format an item; one that is open has no text yet."""
-        finish, is_open = self._said[0].finish, self._open and item is self._items[-1]
+        finish, is_open = self._said[0].finish, item is self._open
         cut = finish == "length" and self._ended and item is self._items[-1]
         status = "in_progress" if is_open else "incomplete" if cut else "completed"
         text = "" if is_open else item.text
@@ -72,26 +72,18 @@ class ResponseReply(ItemReply):
     def _begin(self, item: Item) -> Iterator[dict[str, object]]:
         yield self._event("output_item.added", output_index=item.index, item=self._item(item))
         if item.kind != "call":
-            yield self._event("content_part.added", **self._at(item), content_index=0, part=self._part(item, ""))
+            yield self._event("content_part.added", **self._at(item), part=self._part(item, ""))
 
     def _more(self, item: Item, text: str) -> dict[str, object]:
-        if item.kind == "call":
-            return self._event("function_call_arguments.delta", **self._at(item), delta=text)
-        if item.kind == "reasoning":
-            return self._event("reasoning_text.delta", **self._at(item), content_index=0, delta=text)
-        return self._event("output_text.delta", **self._at(item), content_index=0, delta=text, logprobs=[])
+        return self._event(f"{_TEXTS[item.kind]}.delta", **self._at(item), delta=text, **_logprobs(item))
 
     def _end(self, item: Item) -> Iterator[dict[str, object]]:
-        at, text = self._at(item), item.text
+        at = self._at(item)
         if item.kind == "call":
-            yield self._event("function_call_arguments.done", **at, name=item.name, arguments=text)
+            yield self._event(f"{_TEXTS[item.kind]}.done", **at, name=item.name, arguments=item.text)
         else:
-            at["content_index"] = 0
-            if item.kind == "reasoning":
-                yield self._event("reasoning_text.done", **at, text=text)
-            else:
-                yield self._event("output_text.done", **at, text=text, logprobs=[])
-            yield self._event("content_part.done", **at, part=self._part(item, text))
+            yield self._event(f"{_TEXTS[item.kind]}.done", **at, text=item.text, **_logprobs(item))
+            yield self._event("content_part.done", **at, part=self._part(item, item.text))
         yield self._event("output_item.done", output_index=item.index, item=self._item(item))
 
     def _last(self) -> Iterator[dict[str, object]]:
@@ -99,10 +91,15 @@ class ResponseReply(ItemReply):
         yield self._event("incomplete" if made["status"] == "incomplete" else "completed", response=made)
 
     def _at(self, item: Item) -> dict[str, object]:
-        return {"item_id": f"{_IDS[item.kind]}_{item.id}", "output_index": item.index}
+        part: dict[str, object] = {} if item.kind == "call" else {"content_index": 0}
+        return {"item_id": f"{_IDS[item.kind]}_{item.id}", "output_index": item.index, **part}
 
     def failure(self, error: ApiError) -> dict[str, object]:
         """The event that ends a stream with an error."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         made = {**self.whole(), "status": "failed", "error": {"code": code, "message": error.message}}
         return self._event("failed", response=made)
+
+
+def _logprobs(item: Item) -> dict[str, object]:
+    return {"logprobs": []} if item.kind == "content" else {}

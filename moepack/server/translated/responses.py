@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field, Tag, model_validator
@@ -32,13 +31,6 @@ from moepack.server.options import DEFAULTS, Sampling
 NAMES = Names(prompt="input", limit="max_output_tokens", schema="text.format", effort="reasoning.effort")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesRequest(Request):
-    """A request for a response; `repeated` has what the answer repeats of it."""
-
-    repeated: Object = field(default_factory=dict)
-
-
 # --- the conversation
 
 
@@ -50,10 +42,6 @@ class InputPart(OpenBody):
 
 
 Parts = Text | List[InputPart]
-
-
-def _joined(parts: Parts) -> str:
-    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
 
 
 class InputItem(Body):
@@ -73,7 +61,7 @@ class MessageItem(InputItem):
 
     def said(self) -> Object:
         """The item as a message that templates read."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": _joined(self.content)}
+        return {"role": "system" if self.role == "developer" else self.role, "content": parse.joined(self.content)}
 
 
 class FunctionCall(InputItem):
@@ -99,7 +87,7 @@ class FunctionOutput(InputItem):
 
     def said(self) -> Object:
         """The item as a message that templates read."""
-        return {"role": "tool", "content": _joined(self.output), "tool_call_id": self.call_id}
+        return {"role": "tool", "content": parse.joined(self.output), "tool_call_id": self.call_id}
 
 
 class Reasoning(InputItem):
@@ -118,7 +106,7 @@ class Reasoning(InputItem):
 
     def said(self) -> Object:
         """The item as a message that templates read."""
-        return {"role": "assistant", "content": "", **parse.reasoned(_joined(self.content or self.summary))}
+        return {"role": "assistant", "content": "", **parse.reasoned(parse.joined(self.content or self.summary))}
 
 
 AnyItem = Annotated[
@@ -243,7 +231,7 @@ class ResponsesBody(parse.Sampled):
     max_tool_calls: Whole | None = Field(None, ge=1)  # of tools that OpenAI runs: there is none here
     context_management: NoItems | None = None
 
-    def request(self, vocabulary: int, defaults: Sampling) -> ResponsesRequest:
+    def request(self, vocabulary: int, defaults: Sampling) -> Request:
         """Make the request."""
         named = self.tool_choice.name if isinstance(self.tool_choice, ChosenFunction) else None
         choice = self.tool_choice if isinstance(self.tool_choice, str) else None
@@ -259,7 +247,7 @@ class ResponsesBody(parse.Sampled):
             self.chat_template_kwargs,
             names=NAMES,
         )
-        return ResponsesRequest(
+        return Request(
             model=self.model,
             sampling=self.sampling(vocabulary, defaults, None),
             max_tokens=self.max_output_tokens,
@@ -293,6 +281,6 @@ class ResponsesBody(parse.Sampled):
         }
 
 
-def responses(given: Object, vocabulary: int, defaults: Sampling = DEFAULTS) -> ResponsesRequest:
+def responses(given: Object, vocabulary: int, defaults: Sampling = DEFAULTS) -> Request:
     """Parse a request to /v1/responses. An ApiError names the field that is wrong or unsupported."""
     return read(ResponsesBody, given).request(vocabulary, defaults)

@@ -63,11 +63,11 @@ BODIES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_bodies(running, name):
-    status, answer = answered(running, BODIES[name])
-    assert status == 400 and answer["error"]["type"] == "invalid_request_error"
-    assert len(answer["error"]["message"]) < 60_000
+def test_bodies(running):
+    for name, body in BODIES.items():
+        status, answer = answered(running, body)
+        assert status == 400 and answer["error"]["type"] == "invalid_request_error", name
+        assert len(answer["error"]["message"]) < 60_000, name
 
 
 def test_bodies_that_are_too_long(running):
@@ -83,38 +83,34 @@ def test_bodies_that_are_too_long(running):
 CLOSE = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 
 
-@pytest.mark.parametrize(
-    ("raw", "status"),
-    (
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),  # TLS
-        (CLOSE + b"X: " + b"y" * 100_000 + b"\r\n\r\n", b"4"),
-        (CLOSE + b"X: y\r\n" * 20_000 + b"\r\n", b"4"),
-        (CLOSE + b"X: y\r\n" * 150 + b"\r\n", b"431"),
-        (b"GET /" + b"a" * 5_000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"414"),
-        (b"GET / HTTP/1.1\r\n\r\n", b"400"),
-        (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\nX\r\n\r\n", b"400"),
-        (b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"405"),
-    ),
+NO_HTTP = (
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"400"),  # TLS
+    (CLOSE + b"X: " + b"y" * 100_000 + b"\r\n\r\n", b"4"),
+    (CLOSE + b"X: y\r\n" * 20_000 + b"\r\n", b"4"),
+    (CLOSE + b"X: y\r\n" * 150 + b"\r\n", b"431"),
+    (b"GET /" + b"a" * 5_000 + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"414"),
+    (b"GET / HTTP/1.1\r\n\r\n", b"400"),
+    (b"GET / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\nX\r\n\r\n", b"400"),
+    (b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"405"),
 )
-def test_what_is_no_http(running, raw, status):
-    try:
-        answer = send(running, raw)
-    except ConnectionError:
-        return  # dropped while it was still sending
-    assert not answer or answer.startswith(b"HTTP/1.1 " + status)
 
 
-@pytest.mark.parametrize(
-    "path",
-    (
+def test_what_is_no_http(running):
+    for raw, status in NO_HTTP:
+        with contextlib.suppress(ConnectionError):  # dropped while it was still sending
+            answer = send(running, raw)
+            assert not answer or answer.startswith(b"HTTP/1.1 " + status), raw[:80]
+
+
+def test_paths(running):
+    for path in (
         "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/page.html", "/static/..%2f..%2fetc/passwd",
         "/v1/models/../../etc/passwd", "/v1/models/%2e%2e%2f%2e%2e%2fetc%2fpasswd", "/live/../live%00",
-        "/v1/completions/",        "/.git/config", "/\\..\\..", "/docs",
-    ),
-)  # fmt: skip
-def test_paths(running, path):
-    answer = send(running, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
-    assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 400 ", b"HTTP/1.1 307 ")) and b"root:" not in answer
+        "/v1/completions/", "/.git/config", "/\\..\\..", "/docs",
+    ):  # fmt: skip
+        answer = send(running, f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 400 ", b"HTTP/1.1 307 ")), path
+        assert b"root:" not in answer
 
 
 def test_a_web_page_cannot_use_it(running):

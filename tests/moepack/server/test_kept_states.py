@@ -6,18 +6,15 @@ import time
 
 import pytest
 import torch
-from kept_prompts import MOST, STEP, SYSTEM, model_of, read
+from arithmetic import said
+from kept_prompts import MOST, STEP, SYSTEM, model_of, read, scheduled
 from live_models import least, wait_for
 from support import PATIENCE, load_for_logits
 from tiny_models import WITH_STATES, build_tiny
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
-from moepack.server.batching.engine import Engine, StepInput, _row_inputs
-from moepack.server.batching.jobs import Job
+from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.packed_cache import CacheShape, PackedKvCache
-from moepack.server.batching.scheduler import Scheduler
-from moepack.server.batching.tokens import Tokens
-from moepack.server.options import Limits, Sampling
 
 FAMILIES = ("qwen3_next", *WITH_STATES)
 RTN = "versions: [bf16, w4]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 4}\n"
@@ -110,7 +107,7 @@ def test_rows_of_one_pass_keep_their_own_states(family, tmp_path):
         for slot, prompt, taken in zip(slots, prompts, (192, 0, 0), strict=True)
     ]
     assert engine.kept_ahead(slots[0], 199) == 192
-    foretold, own = engine._rows.after(_row_inputs(items)), PackedKvCache.ran
+    foretold, own = engine._rows.after(items), PackedKvCache.ran
     seen = []
 
     def ran(self, layer, number):
@@ -130,12 +127,14 @@ def test_rows_of_one_pass_keep_their_own_states(family, tmp_path):
     assert engine.kept_bytes == tensors_of(engine)[0]
 
 
-def test_states_of_which_no_copy_can_be_made_are_not_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_what_no_copy_can_be_made_of_is_not_kept(error, tmp_path, monkeypatch):
+    """Neither states nor keys and values."""
     engine = Engine(model_of("lfm2_moe", tmp_path), STEP, MOST)
     held = engine.add(1)
 
     def short(tensor):
-        raise MemoryError("short")
+        raise error("short")
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "clone", short)
@@ -148,45 +147,9 @@ def test_states_of_which_no_copy_can_be_made_are_not_kept(tmp_path, monkeypatch)
 # --- the scheduler
 
 
-class Asked:
-    """A scheduler of a model that keeps so many bytes, and what its jobs were told."""
-
-    def __init__(self, model, tokenizer, most, before=lambda items: None, **limits):
-        self.engine = Engine(model, STEP, most)
-        run = self.engine.run
-        self.engine.run = lambda items: (before(items), run(items))[1]
-        self.scheduler = Scheduler(self.engine, Tokens(tokenizer), Limits(step_tokens=STEP, **limits), self.post)
-        self.scheduler.start()
-
-    @staticmethod
-    def post(events):
-        for job, event in events:
-            job.tell(event)
-
-    def submit(self, prompt, tokens=6):
-        told = []
-        job = Job(list(prompt), tokens, Sampling(temperature=0), told.append)
-        self.scheduler.submit([job])
-        return job, told
-
-    @staticmethod
-    def text(told):
-        wait_for(lambda: told and (told[-1].finish or told[-1].error))
-        assert told[-1].error is None
-        return "".join(event.text for event in told)
-
-
 @pytest.fixture
-def asked(tokenizer):
-    made = []
-
-    def make(model, most, *rest, **limits):
-        made.append(Asked(model, tokenizer, most, *rest, **limits))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.scheduler.close()
+def asked(bench, tokenizer):
+    return lambda model, *given, **limits: scheduled(bench, model, tokenizer, *given, **limits)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
@@ -195,12 +158,12 @@ def test_requests_at_once_read_a_shared_prompt_once(family, asked, tmp_path):
     model = model_of(family, tmp_path)
     come = threading.Event()
     one, plain = asked(model, MOST, lambda items: come.wait(PATIENCE)), asked(model, 0)
-    held = one.submit([5], 1)  # whose pass lasts until the others have come
+    held = one.ask([5], 1)  # whose pass lasts until the others have come
     prompts = [[*SYSTEM, 3 + n, 5, 7 + n] for n in range(8)]
-    told = [one.submit(prompt)[1] for prompt in prompts]
+    told = [one.ask(prompt, 6) for prompt in prompts]
     come.set()
-    assert [one.text(t) for t in told] == [plain.text(plain.submit(prompt)[1]) for prompt in prompts]
-    one.text(held[1])
+    assert [said(events) for events in told] == plain.answers(prompts, 6)
+    said(held)
     totals = one.scheduler.totals
     assert totals.prompt_tokens == 1 + 203 + 7 * 11 and totals.prefix_hits == 7 * 192
 
@@ -232,16 +195,14 @@ def test_any_mix_of_requests_is_answered_as_without(chunks, asked, tmp_path):
         branch = draw.choice((0, 0, 64, 127, 128, 200, 300))
         other = draw.choice((0, 1, 2))
         prompt = [1 + n * 37 % 900 + (n >= branch) * other for n in range(length)]
-        sent.append((prompt, *one.submit(prompt)))
-        if draw.random() < 0.15:
-            sent[-1][1].cancelled = True
+        sent.append((prompt, one.ask(prompt, 6)))
+        one.jobs[-1].cancelled = draw.random() < 0.15
         if draw.random() < 0.4:
             time.sleep(0.02)
-    for prompt, job, told in sent:
-        if not job.cancelled:
-            assert one.text(told) == plain.text(plain.submit(prompt)[1])
+    kept = [pair for pair, job in zip(sent, one.jobs, strict=True) if not job.cancelled]
+    assert [said(told) for _, told in kept] == plain.answers([prompt for prompt, _ in kept], 6)
     wait_for(lambda: not one.scheduler.running and not one.scheduler.waiting)
-    assert one.engine.kept_bytes <= most and refused and one.scheduler.health()["ok"]
+    assert one.machine.kept_bytes <= most and refused and one.scheduler.health()["ok"]
     assert bool(one.scheduler.totals.prefix_hits) == (chunks > 0)
 
 
@@ -253,15 +214,14 @@ def test_kept_states_are_in_the_budget_and_leave_first(asked, tmp_path, demo_mod
     model = load_for_logits(bundle, policy="uniform", device_memory=budget, **room)
     with model.moepack as served:
         one = asked(model, MOST, sequences=4)
-        engine, most = one.engine, 0
-        for turn in range(4):
+        engine, most = one.machine, 0
+        for turn in range(2):
             prompt = [1 + turn + n * 7 % 900 for n in range(300)]
             for _ in range(2):
-                one.text(one.submit(prompt, 3)[1])
+                assert one.answers([prompt], 3)
                 wait_for(lambda: not one.scheduler.running)
             assert engine.kept_bytes == engine.cache_bytes
             most = max(most, engine.kept_bytes)
-        told = [one.submit([n + 1] * 150)[1] for n in range(4)]
-        assert all(one.text(t) is not None for t in told)
+        assert len(one.answers([[n + 1] * 150 for n in range(4)], 6)) == 4
         assert one.scheduler.totals.failed == 0 and one.scheduler.totals.prefix_hits > 0
         assert most > engine._shape().fixed and served.resident_bytes_peak <= served.budget_bytes

@@ -17,8 +17,8 @@ from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.contract import PrefillEnded, SequenceEnded
 from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.residency.sequences import Sequences
-from moepack.server.batching.engine import Engine, StepInput
-from moepack.server.batching.packed_cache import PackedKvCache, RowInput
+from moepack.server.batching.engine import CacheSlot, Engine, StepInput
+from moepack.server.batching.packed_cache import PackedKvCache
 from moepack.server.batching.prefixes import chunk_keys
 from moepack.server.command import HELD, Serve, serve
 
@@ -61,6 +61,7 @@ def test_requests_at_once_are_answered_as_alone(policy, changes, bundle, tokeniz
         assert server.server.engine.is_packed == (policy != ATTENTION)
         if serving.budget_bytes is not None:
             assert serving.resident_bytes_peak <= serving.budget_bytes
+            assert not (policy.startswith("hotness") and serving.counters()["forward_waits"])
         if serving.manager is not None:
             wait_for(lambda: not any(read() for read, _ in serving.manager.statistics.sequences._followed.values()))
 
@@ -137,8 +138,9 @@ def test_a_row_that_is_read_again_is_a_sequence_of_its_own():
     rows, sequences = PackedKvCache([None], None, 8), Sequences()
 
     def reads(*parts):
+        items = [StepInput(CacheSlot(row, row.length), [5] * count, is_prompt=prompt) for row, count, prompt in parts]
         with (
-            rows.passing([RowInput(*p) for p in parts]),
+            rows.passing(items),
             sequences.reading({"input_ids": torch.zeros(1, 4), "past_key_values": rows}) as found,
         ):
             return [(p.sequence, p.tokens, p.begins, p.decodes) for p in found[0].each]

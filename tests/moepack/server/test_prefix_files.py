@@ -21,6 +21,16 @@ from moepack.server.batching.prefixes import CHUNK, chunk_keys
 from moepack.server.options import Limits, Options
 
 
+@pytest.fixture
+def model(tmp_path):
+    return model_of("qwen3_moe", tmp_path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "kept"
+
+
 @contextlib.contextmanager
 def files_of(folder, most=1 << 30, model="a model"):
     files = PrefixFiles(folder, most, model)
@@ -34,6 +44,12 @@ def held(folder):
     return sorted(path for path in folder.iterdir() if path.name.endswith(ENDING))
 
 
+def paths_of(folder):
+    """The files of SYSTEM's chunks."""
+    with files_of(folder) as files:
+        return [folder / (name + ENDING) for name in files.names(chunk_keys(SYSTEM))]
+
+
 def written(model, folder, prompt=SYSTEM, **how):
     """The logits of an engine that read the prompt and wrote its three chunks."""
     with files_of(folder, **how) as files:
@@ -45,40 +61,40 @@ def written(model, folder, prompt=SYSTEM, **how):
     return logits[1]
 
 
-def found(model, folder, prompt=SYSTEM, **how):
-    """What another engine takes from the files, and its logits."""
-    with files_of(folder, **how) as files:
-        engine = Engine(model, STEP, MOST, files)
-        engine.look_for(prompt)
-        out = read(engine, prompt, (len(prompt),), 6)
-        assert engine.kept_bytes == 0, "what files have takes no memory"
-        return out
+def chunks_found(model, files, prompt=SYSTEM):
+    """How many chunks of a prompt another engine takes from files."""
+    engine = Engine(model, STEP, MOST, files)
+    engine.look_for(prompt)
+    return engine.kept_ahead(engine.add(200, chunk_keys(prompt)), 200) / CHUNK
 
 
 @pytest.mark.parametrize(
     ("family", "states"), [("qwen3_moe", 0), ("deepseek_v3", 0), ("qwen3_next", 1), ("lfm2_moe", 1)]
 )
-def test_another_engine_gives_the_same_bits(family, states, tmp_path):
+def test_another_engine_gives_the_same_bits(family, states, folder, tmp_path):
+    """And what files have takes no memory."""
     model = model_of(family, tmp_path)
-    logits = written(model, tmp_path / "kept")
-    assert len(held(tmp_path / "kept")) == 3 + states
-    assert all(path.stat().st_mode & 0o777 == 0o600 for path in held(tmp_path / "kept"))
-    taken, again = found(model, tmp_path / "kept")
+    logits = written(model, folder)
+    assert len(held(folder)) == 3 + states
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in held(folder))
+    with files_of(folder) as files:
+        engine = Engine(model, STEP, MOST, files)
+        engine.look_for(SYSTEM)
+        taken, again = read(engine, SYSTEM, (200,), 6)
+        assert engine.kept_bytes == 0
     assert taken == 192 and torch.equal(again, logits)
 
 
-def test_only_the_same_tokens_of_the_same_model(tmp_path):
-    model = model_of("qwen3_moe", tmp_path)
-    written(model, tmp_path / "kept")
-    with files_of(tmp_path / "kept") as files, files_of(tmp_path / "kept", model="another") as others:
-        assert all((tmp_path / "kept" / (name + ENDING)).exists() for name in files.names([b"x"])) is False
-        for of, prompt, chunks in ((files, SYSTEM, 3), (files, [1, *SYSTEM], 0), (files, SYSTEM[:130] + [7] * 70, 2)):
-            engine = Engine(model, STEP, MOST, of)
-            engine.look_for(prompt)
-            assert engine.kept_ahead(engine.add(200, chunk_keys(prompt)), 200) == CHUNK * chunks
-        engine = Engine(model, STEP, MOST, others)
-        engine.look_for(SYSTEM)
-        assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM)), 200) == 0
+def test_only_the_same_tokens_of_the_same_model(model, folder):
+    written(model, folder)
+    with files_of(folder) as files, files_of(folder, model="another") as others:
+        for of, prompt, chunks in (
+            (files, SYSTEM, 3),
+            (files, [1, *SYSTEM], 0),
+            (files, SYSTEM[:130] + [7] * 70, 2),
+            (others, SYSTEM, 0),
+        ):
+            assert chunks_found(model, of, prompt) == chunks
 
 
 def _flipped(path):
@@ -111,16 +127,12 @@ def _link(path):
     ],
     ids=["flipped", "another dtype", "link", "another chunk", "cut", "empty", "noise", "others may write"],
 )
-def test_a_file_that_is_not_its_own_is_removed(spoil, tmp_path, caplog):
-    model = model_of("qwen3_moe", tmp_path)
-    logits = written(model, tmp_path / "kept")
-    with files_of(tmp_path / "kept") as files:
-        second = tmp_path / "kept" / (list(files.names(chunk_keys(SYSTEM)))[1] + ENDING)
+def test_a_file_that_is_not_its_own_is_removed(spoil, model, folder, caplog):
+    logits = written(model, folder)
+    second = paths_of(folder)[1]
     spoil(second)
-    with files_of(tmp_path / "kept") as files, caplog.at_level(logging.WARNING):
-        engine = Engine(model, STEP, MOST, files)
-        engine.look_for(SYSTEM)
-        assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM)), 200) == CHUNK
+    with files_of(folder) as files, caplog.at_level(logging.WARNING):
+        assert chunks_found(model, files) == 1
         assert [str(second) in record.getMessage() for record in caplog.records] == [True]
         engine = Engine(model, STEP, MOST, files)
         engine.look_for(SYSTEM)
@@ -128,49 +140,42 @@ def test_a_file_that_is_not_its_own_is_removed(spoil, tmp_path, caplog):
     assert taken == 0 or torch.allclose(again, logits, atol=5e-6, rtol=1e-4)
 
 
-def test_the_longest_unused_leave(tmp_path):
-    model = model_of("qwen3_moe", tmp_path)
-    written(model, tmp_path / "kept")
-    size = held(tmp_path / "kept")[0].stat().st_size
-    with files_of(tmp_path / "kept") as files:
-        names = [tmp_path / "kept" / (name + ENDING) for name in files.names(chunk_keys(SYSTEM))]
-        for age, path in enumerate(names):
-            os.utime(path, (1000 - age, 1000 - age))
+def test_the_longest_unused_leave(model, folder):
+    written(model, folder)
+    size = held(folder)[0].stat().st_size
+    paths = paths_of(folder)
+    for age, path in enumerate(paths):
+        os.utime(path, (1000 - age, 1000 - age))
+    with files_of(folder) as files:
         files.look_for(chunk_keys(SYSTEM))
-        assert names[0].stat().st_mtime >= names[2].stat().st_mtime > 1000, "used files are the newest"
-    other = [n + 1 for n in SYSTEM]
-    for path in names:
+    assert paths[0].stat().st_mtime >= paths[2].stat().st_mtime > 1000, "used files are the newest"
+    for path in paths:
         os.utime(path, (1000, 1000))
-    written(model, tmp_path / "kept", other, most=4 * size)
-    left = held(tmp_path / "kept")
-    assert len(left) == 4 and sum(path.exists() for path in names) == 1, "the fifth made two of the oldest leave"
+    written(model, folder, [n + 1 for n in SYSTEM], most=4 * size)
+    left = held(folder)
+    assert len(left) == 4 and sum(path.exists() for path in paths) == 1, "the fifth made two of the oldest leave"
 
 
-def test_a_prompt_keeps_its_beginning(tmp_path):
+def test_a_prompt_keeps_its_beginning(model, folder):
     """The first chunks stay, even of a prompt that no one asked for again: nothing finds the others without them."""
-    model = model_of("qwen3_moe", tmp_path)
-    written(model, tmp_path / "kept")
-    size = held(tmp_path / "kept")[0].stat().st_size
+    written(model, folder)
+    size = held(folder)[0].stat().st_size
     for most, left in ((int(2.5 * size), 2), (0, 0)):
-        with files_of(tmp_path / "kept", most) as files:
-            assert len(held(tmp_path / "kept")) == left
-            engine = Engine(model, STEP, MOST, files)
-            engine.look_for(SYSTEM)
-            assert engine.kept_ahead(engine.add(200, chunk_keys(SYSTEM)), 200) == CHUNK * left
+        with files_of(folder, most) as files:
+            assert len(held(folder)) == left == chunks_found(model, files)
 
 
-def test_few_files_are_open_and_each_is_checked_once(tmp_path, monkeypatch):
+def test_few_files_are_open_and_each_is_checked_once(model, folder, monkeypatch):
     """Requests that were refused leave none open for long, and a prompt that comes again finds room for its own."""
-    model = model_of("qwen3_moe", tmp_path)
     other = [n + 1 for n in SYSTEM]
     for prompt in (SYSTEM, other):
-        written(model, tmp_path / "kept", prompt)
+        written(model, folder, prompt)
     checked = []
     own = prefix_files._checked
     monkeypatch.setattr(prefix_files, "_checked", lambda path: checked.append(path) or own(path))
     for module in (prefix_files, prefixes):
         monkeypatch.setattr(module, "MOST_STORED", 3)
-    with files_of(tmp_path / "kept") as files:
+    with files_of(folder) as files:
         engine = Engine(model, STEP, MOST, files)
         for prompt in (SYSTEM, other, SYSTEM):
             engine.look_for(prompt)
@@ -184,48 +189,43 @@ def test_few_files_are_open_and_each_is_checked_once(tmp_path, monkeypatch):
         engine.remove(slot)
 
 
-def test_what_waits_is_written_before_a_server_ends(tmp_path, monkeypatch):
-    model = model_of("qwen3_moe", tmp_path)
-    own = prefix_files._written
-    ending = threading.Event()
+@pytest.fixture
+def writing(monkeypatch):
+    """Two events: a file is being written; it may be."""
+    own, begun, may = prefix_files._written, threading.Event(), threading.Event()
 
     def late(*given):
-        assert ending.wait(60)
+        begun.set()
+        assert may.wait(60)
         return own(*given)
 
     monkeypatch.setattr(prefix_files, "_written", late)
-    with files_of(tmp_path / "kept") as files:
+    return begun, may
+
+
+def test_what_waits_is_written_before_a_server_ends(model, folder, writing, monkeypatch):
+    with files_of(folder) as files:
         engine = Engine(model, STEP, MOST, files)
         read(engine, SYSTEM, (192, 200))
-        monkeypatch.setattr(files, "close", lambda: (ending.set(), PrefixFiles.close(files)))
+        monkeypatch.setattr(files, "close", lambda: (writing[1].set(), PrefixFiles.close(files)))
         engine.close()
-        assert engine.kept_bytes == 0 and len(held(tmp_path / "kept")) == 3
+        assert engine.kept_bytes == 0 and len(held(folder)) == 3
 
 
-def test_chunks_without_a_finite_answer_leave_no_file(tmp_path, monkeypatch):
+def test_chunks_without_a_finite_answer_leave_no_file(model, folder, writing):
     """Even if they are being written."""
-    model = model_of("qwen3_moe", tmp_path)
-    own = prefix_files._written
-    writing, forgotten = threading.Event(), threading.Event()
-
-    def late(*given):
-        writing.set()
-        assert forgotten.wait(60)
-        return own(*given)
-
-    monkeypatch.setattr(prefix_files, "_written", late)
-    with files_of(tmp_path / "kept") as files:
+    begun, forgotten = writing
+    with files_of(folder) as files:
         engine = Engine(model, STEP, MOST, files)
         read(engine, SYSTEM, (192, 200))
-        assert writing.wait(60)
+        assert begun.wait(60)
         engine.forget(chunk_keys(SYSTEM))
         forgotten.set()
-    assert not held(tmp_path / "kept")
+    assert not held(folder)
 
 
-def test_room_is_made_of_no_other_files(tmp_path):
+def test_room_is_made_of_no_other_files(model, tmp_path):
     """What a killed server left of a file leaves as the others do."""
-    model = model_of("qwen3_moe", tmp_path)
     folder = tmp_path / "qwen3_moe"
     others = sorted(folder.iterdir())
     assert folder / "model.safetensors" in others
@@ -234,19 +234,18 @@ def test_room_is_made_of_no_other_files(tmp_path):
     assert sorted(folder.iterdir()) == others
 
 
-def test_a_full_disk_is_told_once(tmp_path, monkeypatch, caplog):
-    model = model_of("qwen3_moe", tmp_path)
+def test_a_full_disk_is_told_once(model, folder, monkeypatch, caplog):
 
     def full(**_):
         raise OSError(28, "No space left on device")
 
-    with files_of(tmp_path / "kept") as files, caplog.at_level(logging.WARNING):
+    with files_of(folder) as files, caplog.at_level(logging.WARNING):
         monkeypatch.setattr(prefix_files.tempfile, "mkstemp", full)
         engine = Engine(model, STEP, MOST, files)
         assert read(engine, SYSTEM, (192, 200), 1)[0] == 0 and read(engine, SYSTEM, (200,), 1)[0] == 192
         wait_for(lambda: files._waiting.empty())
     told = [record.getMessage() for record in caplog.records if "no more prompts" in record.getMessage()]
-    assert len(told) == 1 and "No space left" in told[0] and not held(tmp_path / "kept")
+    assert len(told) == 1 and "No space left" in told[0] and not held(folder)
 
 
 def test_a_folder_of_others_is_refused(tmp_path):

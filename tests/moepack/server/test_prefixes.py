@@ -9,20 +9,23 @@ import socket
 import hypothesis.strategies as st
 import pytest
 import torch
+from arithmetic import said
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from kept_prompts import MOST, STEP, SYSTEM, model_of, read
+from kept_prompts import MOST, STEP, SYSTEM, model_of, read, scheduled
 from live_models import least, wait_for
 from server_fixtures import NAME, post, serving
 from support import load_for_logits
 from tiny_models import WITH_STATES
 
 import moepack
+from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching import engine as engine_module
 from moepack.server.batching.engine import Engine, StepInput
+from moepack.server.batching.jobs import Job
 from moepack.server.batching.packed_cache import PackedKvCache
 from moepack.server.batching.prefixes import CHUNK, STATES, Prefixes, chunk_keys
-from moepack.server.options import Limits, Options
+from moepack.server.options import Limits, Options, Sampling
 
 # --- the store
 
@@ -136,27 +139,8 @@ def test_chunks_are_whole_and_known_by_all_their_tokens():
     keys = chunk_keys(SYSTEM)
     assert len(keys) == 3 and chunk_keys(SYSTEM[:63]) == () and chunk_keys(SYSTEM[:64]) == keys[:1]
     assert chunk_keys([1 << 31] * 64) != chunk_keys([0] * 64)
-    store, layers = Prefixes(1 << 20), {0: (torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))}
-    found = []
-    assert all(store.add(found, key, layers) for key in keys)
-    assert len(store.find(keys)) == 3 and len(store.find(keys[1:])) == 0  # the same chunk, behind other tokens
-    assert len(store.find([keys[0], keys[2]])) == 1
-    other = chunk_keys([*SYSTEM[:100], SYSTEM[100] + 1, *SYSTEM[101:]])
-    assert len(store.find(other)) == 1
+    layers = {0: (torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))}
     assert Prefixes(100).add([], keys[0], layers) is False  # larger than all that may be kept
-
-
-@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
-def test_a_copy_for_which_memory_is_short_is_not_kept(error, monkeypatch):
-    store, layers, found = Prefixes(1 << 20), {0: (torch.zeros(1, 1, CHUNK, 2), torch.zeros(1, 1, CHUNK, 2))}, []
-
-    def fails(tensor):
-        raise error("short")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "clone", fails)
-        assert not store.add(found, _key(1), layers) and not found and not len(store) and not store.bytes
-    assert store.add(found, _key(1), layers) and store.bytes == 1024
 
 
 # --- the same bits
@@ -240,6 +224,57 @@ def test_a_pass_keeps_what_was_planned(tmp_path):
     assert engine.kept_tokens(both) == 256
     engine.run(both)
     assert engine.kept_tokens() == 256
+
+
+# --- a scheduler
+
+
+@pytest.fixture
+def asked(bench, tokenizer, tmp_path):
+    """Make a scheduler that keeps so many bytes, a list of its passes, and what has a prompt answered at once."""
+    model = model_of("qwen3_moe", tmp_path)
+
+    def make(most, before=lambda items: None):
+        passes = []
+
+        def noted(items):
+            before(items)
+            passes.append([len(item.tokens) for item in items])
+
+        made = scheduled(bench, model, tokenizer, most, noted)
+
+        def ask(count, tokens):
+            told = [[] for _ in range(count)]
+            made.scheduler.submit([Job(SYSTEM, tokens, Sampling(temperature=0), events.append) for events in told])
+            return [said(events) for events in told]
+
+        return made.scheduler, passes, ask
+
+    return make
+
+
+def test_nobody_waits_for_what_is_not_kept(asked):
+    """The bytes hold no chunk, which the first pass shows. The other prompts are then read beside one another."""
+    scheduler, passes, ask = asked(100)
+    assert len(set(ask(4, 1))) == 1 and scheduler.totals.prefix_hits == 0
+    assert passes == [[200], [200, 56], [144, 112], [88]]
+
+
+def test_a_prompt_that_is_read_again_beside_its_answer_is_kept_again(asked):
+    """The budget refuses two passes: kept chunks leave, then the younger one gives its cache up."""
+    refused = []
+
+    def refuse(items):
+        if len(items) == 2 and items[0].slot.length >= 204 and len(refused) < 2:
+            refused.append(len(items))
+            raise BudgetExceeded("planted")
+
+    scheduler, passes, ask = asked(MOST, refuse)
+    assert len(set(ask(2, 12))) == 1 and scheduler.totals.preempted == 1
+    assert [tokens[1:] for tokens in passes if max(tokens) > 1] == [[], [8], [204]]
+    assert ask(1, 1) and scheduler._engine.kept_tokens() == 192 and scheduler.totals.prefix_hits == 2 * 192
+    scheduler.close()
+    assert scheduler._engine.kept_bytes == 0
 
 
 # --- a server

@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from arithmetic import WORDS, Bench, Machine, expected
+from arithmetic import WORDS, Machine, expected, said
 from live_models import wait_for
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
@@ -13,28 +13,12 @@ from moepack.server.batching import scheduler, turns
 from moepack.server.batching.packed_cache import NotPackable
 from moepack.server.batching.scheduler import SCORED
 from moepack.server.errors import ApiError
-from moepack.server.options import Limits, Sampling
+from moepack.server.options import Sampling
 
 
-@pytest.fixture
-def bench():
-    made = []
-
-    def call(machine=None, **limits):
-        given = {"sequences": 4, "waiting": 20, "step_tokens": 8, "context": 1000, **limits}
-        made.append(Bench(machine or Machine(), Limits(**given)))
-        return made[-1]
-
-    yield call
-    for one in made:
-        if one.machine.gate is not None:
-            one.machine.gate.set()
-        one.scheduler.close()
-
-
-def text(events):
-    assert events[-1].error is None, events[-1].error
-    return "".join(e.text for e in events)
+def alone(prompts, count):
+    """What each prompt is answered alone."""
+    return [expected(prompt, count) for prompt in prompts]
 
 
 def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench, monkeypatch):
@@ -49,9 +33,8 @@ def test_an_error_that_a_gpu_reports_late_fails_its_pass_alone(bench, monkeypatc
     told = b.ask([1, 2], 5)
     wait_for(lambda: told and told[-1].error is not None)
     assert "the model failed" in str(told[-1].error)
-    after = [b.ask([n, 3], 5) for n in range(3)]
-    wait_for(lambda: all(events and events[-1].finish for events in after))
-    assert [text(events) for events in after] == [expected([n, 3], 5) for n in range(3)]
+    prompts = [[n, 3] for n in range(3)]
+    assert b.answers(prompts, 5) == alone(prompts, 5)
 
 
 def test_no_more_decode_at_once_than_a_replayed_pass_holds(bench):
@@ -60,10 +43,8 @@ def test_no_more_decode_at_once_than_a_replayed_pass_holds(bench):
     gate = threading.Event()
     machine = Machine(at_once=lambda: 2, gate=gate, before=lambda items: served.append([i.slot for i in items]))
     b = bench(machine, sequences=5)
-    told = [b.ask([n + 1], 12) for n in range(5)]
-    b.machine.gate.set()
-    b.ended()
-    assert [text(events) for events in told] == [expected([n + 1], 12) for n in range(5)]
+    prompts = [[n + 1] for n in range(5)]
+    assert b.answers(prompts, 12) == alone(prompts, 12)
     decoding = [p for p in b.machine.passes if all(before for _, before in p)]
     assert max(map(len, decoding)) == 2 and len(decoding) >= 5 * 11 // 2
     for slot in {slot for slots in served for slot in slots}:
@@ -84,23 +65,21 @@ def test_answers_do_not_change_by_turns(bench, monkeypatch):
     machine = Machine(gate=threading.Event(), before=waits)
     b = bench(machine, sequences=5)
     told = [b.ask([n + 1] * (n + 1), 200) for n in range(4)]
-    machine.gate.set()
+    b.open()
     wait_for(lambda: b.scheduler.turns.most == 1)
     told.append(b.ask([5] * 5, 200))
     b.jobs[0].cancelled = True
     b.ended()
     for n, events in enumerate(told[1:], 1):
-        assert text(events) == expected([n + 1] * (n + 1), 200)
+        assert said(events) == expected([n + 1] * (n + 1), 200)
     assert any(len(p) == 1 for p in machine.passes) and machine.held() == 0
 
 
-def crowded(bench, room, count, tokens, **limits):
+def crowded(bench, room, count, tokens, kept=0, **limits):
     """Answer several sequences at once in `room` tokens, each as it is alone."""
-    b = bench(Machine(room=room, gate=threading.Event()), step_tokens=16, **limits)
-    told = [b.ask([n + 1] * 5, tokens) for n in range(count)]
-    b.machine.gate.set()
-    b.ended()
-    assert [text(events) for events in told] == [expected([n + 1] * 5, tokens) for n in range(count)]
+    b = bench(Machine(room=room, kept=kept, gate=threading.Event()), step_tokens=16, **limits)
+    prompts = [[n + 1] * 5 for n in range(count)]
+    assert b.answers(prompts, tokens) == alone(prompts, tokens)
     return b
 
 
@@ -141,7 +120,7 @@ def test_a_full_queue(bench):
     with pytest.raises(ApiError) as caught:
         b.ask([3], 5)
     assert caught.value.status == 429
-    b.machine.gate.set()
+    b.open()
     b.ended()
 
 
@@ -150,7 +129,7 @@ def test_a_cancelled_job_leaves_before_the_next_step(bench):
     b.ask([1], 900)
     b.ask([2], 5)
     b.jobs[0].cancelled = True
-    b.machine.gate.set()
+    b.open()
     b.ended()
     wait_for(lambda: not b.scheduler.running)
     assert b.scheduler.totals.cancelled == 1 and b.machine.held() == 0 and len(b.machine.passes) < 20
@@ -162,10 +141,10 @@ def test_ends_and_stop_strings(bench):
     told = b.ask([3, 4], 10, ends=frozenset({int(whole[4])}))
     at = whole.index(whole[4])
     b.ended()
-    assert text(told).split() == whole[:at] and told[-1].finish == "stop" and told[-1].generated == at + 1
+    assert said(told).split() == whole[:at] and told[-1].finish == "stop" and told[-1].generated == at + 1
     told = b.ask([3, 4], 10, stops=(f"{whole[2]} {whole[3]}",), sampling=Sampling(temperature=0, top_logprobs=1))
     b.ended()
-    assert text(told).split() == whole[:2] and told[-1].finish == "stop"
+    assert said(told).split() == whole[:2] and told[-1].finish == "stop"
     assert [s.token for e in told for s in e.scored] == [int(t) for t in whole[:2]]  # none of what was cut off
 
 
@@ -196,10 +175,8 @@ def test_a_budget_that_refuses_is_asked_for_less(bench):
             raise BudgetExceeded(f"more than {most}")
 
     b = bench(Machine(before=refuse))
-    told = [b.ask([n + 1] * 20, 5) for n in range(5)]
-    b.ended()
-    assert [text(events) for events in told] == [expected([n + 1] * 20, 5) for n in range(5)]
-
+    prompts = [[n + 1] * 20 for n in range(5)]
+    assert b.answers(prompts, 5) == alone(prompts, 5)
     most = 0
     told = [b.ask([1] * 9, 5), b.ask([2], 5)]
     b.ended()
@@ -208,21 +185,15 @@ def test_a_budget_that_refuses_is_asked_for_less(bench):
 
 def test_passes_that_ran_before_a_refusal_count(bench):
     """The fault: a prompt that had been read, and whose logits were lost, was asked for no token any more."""
-    b = bench(Machine(ran=1))
-    told = [b.ask([n + 1] * 9, 5) for n in range(3)]
-    b.ended()
-    assert [text(events) for events in told] == [expected([n + 1] * 9, 5) for n in range(3)]
+    prompts = [[n + 1] * 9 for n in range(3)]
+    assert bench(Machine(ran=1)).answers(prompts, 5) == alone(prompts, 5)
 
 
 @pytest.mark.parametrize(("room", "limits"), [(300, {}), (1 << 30, {"kv_tokens": 300})])
 def test_kept_chunks_leave_before_a_request_waits(room, limits, bench):
     """Two sequences of 45 tokens fit beside 192 kept ones, three beside 128, and four beside 64."""
     for count, kept in ((2, 192), (3, 128), (4, 64)):
-        b = bench(Machine(room=room, kept=192, gate=threading.Event()), step_tokens=16, **limits)
-        told = [b.ask([n + 1] * 5, 40) for n in range(count)]
-        b.machine.gate.set()
-        b.ended()
-        assert [text(events) for events in told] == [expected([n + 1] * 5, 40) for n in range(count)]
+        b = crowded(bench, room, count, 40, kept=192, **limits)
         assert b.machine.kept == kept and b.scheduler.totals.preempted == 0
         assert max(len(p) for p in b.machine.passes) == count
 
@@ -241,9 +212,7 @@ def test_a_pass_that_fails_fails_its_sequences_alone(bench):
     wait_for(lambda: not b.machine.kept)  # memory may have been short
     assert not b.scheduler.health()["ok"] and "the disk is gone" in str(b.scheduler.health()["error"])
     broken = False
-    told = b.ask([1], 5)
-    b.ended()
-    assert text(told) == expected([1], 5) and b.scheduler.health()["ok"]
+    assert b.answers([[1]], 5) == alone([[1]], 5) and b.scheduler.health()["ok"]
 
 
 def test_a_model_that_cannot_be_packed_after_all_is_read_again(bench):
@@ -254,9 +223,8 @@ def test_a_model_that_cannot_be_packed_after_all_is_read_again(bench):
             raise NotPackable("no")
 
     b = bench(Machine(before=fail))
-    told = [b.ask([n + 1] * 3, 5) for n in range(3)]
-    b.ended()
-    assert [text(events) for events in told] == [expected([n + 1] * 3, 5) for n in range(3)]
+    prompts = [[n + 1] * 3 for n in range(3)]
+    assert b.answers(prompts, 5) == alone(prompts, 5)
 
 
 def test_stopping_finishes_what_runs_and_drops_what_waits(bench):
@@ -264,9 +232,9 @@ def test_stopping_finishes_what_runs_and_drops_what_waits(bench):
     told = [b.ask([1], 30), b.ask([2], 30)]
     wait_for(lambda: b.scheduler.running)
     b.scheduler.stop()
-    b.machine.gate.set()
+    b.open()
     b.ended()
-    assert text(told[0]) == expected([1], 30)
+    assert said(told[0]) == expected([1], 30)
     assert told[1][-1].error.status == 503
     with pytest.raises(ApiError, match="stopping"):
         b.ask([1], 1)

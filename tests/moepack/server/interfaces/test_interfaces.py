@@ -23,10 +23,12 @@ def asked(running, path, body=None, **headers):
 
 
 def refusal(running, path, body):
+    """The field that is refused."""
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(running.url + path, body)
-    assert caught.value.code == 400
-    return str(json.load(caught.value)["error"]["message"].partition(":")[0])  # Anthropic's has no `param`
+    error = json.load(caught.value)["error"]
+    assert caught.value.code == 400 and error["type"] == "invalid_request_error"
+    return error.get("param") or error["message"].partition(":")[0]  # Anthropic's has no `param`
 
 
 def events(running, path, body):
@@ -183,6 +185,81 @@ def test_the_schema_is_what_is_taken(path, running):
     assert refusal(running, path, {**least, "beam_width": 4, "zoo": None}) == "beam_width"
 
 
+def function(**given):
+    return {"type": "function", "function": {"name": "x", **given}}
+
+
+def schema(**given):
+    return {"type": "json_schema", **given}
+
+
+NOTHING = {"type": "nothing"}  # no schema
+REFUSED = {
+    "/v1/completions": (
+        ({"temperature": -1}, "temperature"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"best_of": 4}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias['99999999']"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [99999999]}, "prompt"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"min_tokens": 4}, "min_tokens"),
+        ({"stop_token_ids": [1]}, "stop_token_ids"),
+    ),
+    "/v1/chat/completions": (
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),  # the template's own refusal
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens"),
+        ({"max_completion_tokens": 1 << 20}, "max_completion_tokens"),
+        ({"response_format": schema(json_schema={"schema": NOTHING}), "tools": [function()]}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [function()], "tool_choice": function(name="y")}, "tool_choice"),
+        ({"tools": [function()], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [{"type": "magic"}]}, "tools[0].type"),
+        ({"tools": [function(), function()]}, "tools"),
+        ({"tools": [function(name="two words")]}, "tools[0].function.name"),
+        ({"tools": [function(mood=1)]}, "tools[0].function.mood"),
+        ({"tools": [function(parameters={"type": "array"})]}, "tools[0].function.parameters"),
+        ({"tools": [function(parameters={"properties": {"a": 1}})]}, "tools[0].function.parameters.properties"),
+        ({"tools": [function(parameters={"required": [{}]})]}, "tools[0].function.parameters.required"),
+        ({"tools": [function(parameters={"properties": {"a": NOTHING}})], "tool_choice": "required"}, "tools"),
+    ),
+    "/v1/responses": (
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
+        ({"input": [{"role": "user", "content": "x", "mood": 1}]}, "input[0].mood"),
+        ({"text": {"format": schema(name="n", schema=NOTHING)}}, "text.format"),
+        ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ),
+    "/v1/messages": (
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"tools": [{"name": "x", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, "context_management.edits[0].keep"),
+        ({"output_config": {"format": schema(schema=NOTHING)}}, "output_config.format"),
+        ({"output_config": {"format": schema(schema={})}, "output_format": schema(schema={})}, "output_format"),
+    ),
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_is_not_served_is_refused_by_name(running, path):
+    for given, field in REFUSED[path]:
+        assert refusal(running, path, {**LEAST[path], **given}) == field, given
+
+
 @pytest.mark.parametrize(
     ("parsed", "given", "wrong"),
     (
@@ -237,9 +314,11 @@ def test_what_clients_add_to_a_conversation():
     """OpenAI's client sends back what it parsed, and marks of a cache may stand in every part."""
     mark = {"cache_control": {"type": "ephemeral"}}
     answer = {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}}
+    thought = {"role": "assistant", "content": "Sun.", "reasoning_content": "Hm."}
     tool = {"type": "function", "function": {"name": "f", **mark}}
-    asked = parse.chat({"model": NAME, "messages": [*SAID, answer, *SAID], "tools": [tool]}, 10)
+    asked = parse.chat({"model": NAME, "messages": [*SAID, answer, *SAID, thought], "tools": [tool]}, 10)
     assert asked.chat.messages[1] == {"role": "assistant", "content": '{"a": 1}'}
+    assert asked.chat.messages[3]["reasoning_content"] == asked.chat.messages[3]["thinking"] == "Hm."
     assert asked.chat.shown == [{"type": "function", "function": {"name": "f", "parameters": NO_ARGUMENTS}}]
 
 

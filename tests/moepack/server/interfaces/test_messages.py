@@ -5,7 +5,7 @@ import urllib.error
 import urllib.request
 
 import pytest
-from server_fixtures import NAME, chunks_of, post
+from server_fixtures import EVENTS, NAME, chunks_of, post, reply_of
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
@@ -13,7 +13,6 @@ from moepack.server.http.front import Front
 from moepack.server.http.guard import Json
 from moepack.server.options import Options
 from moepack.server.tools.delimited import HERMES
-from moepack.server.tools.thinking import Thinking
 from moepack.server.translated.message_reply import MessageReply
 from moepack.server.translated.messages import messages
 
@@ -70,22 +69,6 @@ def test_more_than_fits_ends_where_the_room_does(exact, monkeypatch):
         ask(exact, max_tokens=32_000, messages=[{"role": "user", "content": "no room" * 4000}])
 
 
-def test_a_stream_has_the_published_order(exact):
-    whole, found = ask(exact), events(exact)
-    kinds = [one["type"] for one in found]
-    more = kinds.count("content_block_delta")
-    assert kinds == [
-        "message_start", "ping", "content_block_start", *["content_block_delta"] * more, "content_block_stop",
-        "message_delta", "message_stop",
-    ]  # fmt: skip
-    assert more > 2 and found[0]["message"]["content"] == [] and found[0]["message"]["usage"]["input_tokens"] > 0
-    assert (
-        "".join(one["delta"]["text"] for one in found if "index" in one and "delta" in one)
-        == whole["content"][0]["text"]
-    )
-    assert found[-2]["delta"]["stop_reason"] == "max_tokens" and found[-2]["usage"]["output_tokens"] == 8
-
-
 def test_tools(exact):
     pytest.importorskip("llguidance")
     one = {"type": "any", "disable_parallel_tool_use": True}
@@ -124,23 +107,18 @@ def test_blocks_become_messages():
     assert answer["tool_calls"][0]["function"] == {"name": "time", "arguments": {"zone": "utc"}}
 
 
-EVENTS = [
-    JobEvent("Let me see.</think>I ask.\n", generated=6),
-    JobEvent('<tool_call>{"name": "time", "arguments": {"zone"', generated=12),
-    JobEvent(': "utc"}}</tool_call>', finish="stop", generated=18),
-]
-
-
-def test_thinking_text_and_call_are_three_blocks():
-    asked = messages({**ASKED, "stream": True}, 10)
-    made = MessageReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))
+def test_thinking_text_and_calls_are_blocks():
+    made = reply_of(MessageReply, messages({**ASKED, "stream": True}, 10))
     found = chunks_of(made, EVENTS)
     starts = [one["content_block"]["type"] for one in found if one["type"] == "content_block_start"]
-    deltas = [one["delta"]["type"] for one in found if one["type"] == "content_block_delta"]
-    assert starts == ["thinking", "text", "tool_use"]
-    assert deltas == ["thinking_delta", "text_delta", "input_json_delta", "input_json_delta"]
-    assert [one["index"] for one in found if one["type"] == "content_block_stop"] == [0, 1, 2]
-    thinking, text, call = made.whole()["content"]
+    assert starts == ["thinking", "text", "tool_use", "tool_use"]
+    deltas = [(one["index"], one["delta"]["type"]) for one in found if one["type"] == "content_block_delta"]
+    wanted = [*[(0, "thinking_delta")] * 2, (1, "text_delta"), *[(2, "input_json_delta")] * 2, (3, "input_json_delta")]
+    assert deltas == wanted and found[0]["message"]["content"] == []
+    kinds = [one["type"] for one in found if one["type"] != "content_block_delta"]
+    blocks = ["content_block_start", "content_block_stop"] * 4
+    assert kinds == ["message_start", "ping", *blocks, "message_delta", "message_stop"]
+    thinking, text, call, _ = made.whole()["content"]
     assert (thinking["thinking"], text["text"], call["input"]) == ("Let me see.", "I ask.", {"zone": "utc"})
     assert made.failure(ApiError(500, "it broke")) == {
         "type": "error", "error": {"type": "api_error", "message": "it broke"},
@@ -172,36 +150,6 @@ def test_every_refusal_has_the_shape(running):
         found = TestClient(app, "http://localhost").request(method, "/v1/messages")
         assert (found.status_code, found.json()["type"]) == (status, "error")
     assert found.headers["retry-after"] == "5"
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    (
-        ({"max_tokens": None}, "max_tokens: is missing"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
-        ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools[0].type"),
-        ({"tools": [{"name": "x", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
-        ({"thinking": {"type": "often"}}, "thinking.type"),
-        ({"temperature": 1.5}, "temperature"),
-        ({"n": 2}, "n: is not supported"),
-        ({"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}},
-         "context_management.edits[0].keep: is missing"),
-        ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "context_management.edits[0].type"),
-        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers: must be empty"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}},
-         "output_config.format: this schema cannot be kept to"),
-        ({"output_config": {"format": {"type": "json_schema", "schema": {}}},
-          "output_format": {"type": "json_schema", "schema": {}}}, "output_format: cannot stand beside"),
-    ),
-)  # fmt: skip
-def test_what_is_refused(running, given, words):
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        ask(running, **given)
-    body = json.load(caught.value)
-    assert caught.value.code == 400 and body["type"] == "error" and body["error"]["type"] == "invalid_request_error"
-    assert body["error"]["message"].startswith(words)
 
 
 EPHEMERAL = {"cache_control": {"type": "ephemeral"}}

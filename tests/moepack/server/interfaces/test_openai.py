@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from live_models import wait_for
 from server_fixtures import NAME, post
 from support import at_once
 
@@ -222,51 +221,6 @@ def test_tools_go_through_the_template(client):
     assert chat(client, messages=said, tools=[tool]).choices
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    (
-        ({"temperature": -1}, "temperature"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"n": 0}, "n"),
-        ({"logprobs": 99}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stop": [""]}, "stop[0]"),
-        ({"best_of": 4}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"logit_bias": {"99999999": 1}}, "logit_bias['99999999']"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [99999999]}, "prompt"),
-        ({"extra_body": {"beam_width": 4}}, "beam_width"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),  # the template's own refusal
-        ({"messages": SAID, "tools": [{"type": "magic"}]}, "tools[0].type"),
-        ({"messages": SAID, "top_logprobs": 2}, "top_logprobs"),
-        ({"messages": SAID, "max_tokens": 3, "max_completion_tokens": 3}, "max_completion_tokens"),
-        ({"messages": SAID, "max_tokens": None, "max_completion_tokens": 1 << 20}, "max_completion_tokens"),
-        ({"messages": SAID, "functions": [{"name": "f"}]}, "functions"),
-        ({"messages": SAID, "extra_body": {"continue_final_message": True}}, "continue_final_message"),
-        ({"messages": SAID, "verbosity": "loud"}, "verbosity"),
-        ({"extra_body": {"skip_special_tokens": False}}, "skip_special_tokens"),
-        ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
-        ({"extra_body": {"min_tokens": 4}}, "min_tokens"),
-        ({"extra_body": {"stop_token_ids": [1]}}, "stop_token_ids"),
-        ({"extra_body": {"include_stop_str_in_output": True}}, "include_stop_str_in_output"),
-        ({"extra_body": {"cache_salt": "x"}}, "cache_salt"),
-        ({"messages": SAID, "response_format": {"type": "xml"}}, "response_format.type"),
-        ({"messages": SAID, "audio": {"voice": "x", "format": "wav"}}, "audio"),
-    ),
-)
-def test_what_is_not_served_is_refused_by_name(client, given, field):
-    with pytest.raises(openai.BadRequestError) as caught:
-        if "messages" in given:
-            chat(client, **given)
-        complete(client, **given)
-    assert caught.value.param == field and caught.value.type == "invalid_request_error"
-
-
 def test_the_example(running, monkeypatch, capsys):
     example = str(ROOT / "examples" / "client.py")
     monkeypatch.setattr(sys, "argv", [example, running.url, NAME])
@@ -316,25 +270,3 @@ def test_a_client_that_vanishes_frees_its_slot(running):
     stream.close()
     running.idle()
     assert totals.cancelled == before + 1
-    with pytest.raises(openai.APITimeoutError):  # not a stream
-        complete(running.client(timeout=1.0), n=8, **long)
-    running.idle()
-    assert totals.cancelled > before + 1
-
-
-def test_many_at_once_keep_to_the_budget(running):
-    """30 clients at once, with prompts of many lengths: every answer is whole."""
-    client = running.client()
-    prompts = [" ".join(WORDS[: 1 + n % len(WORDS)] * (1 + n % 5)) for n in range(30)]
-    found = {}
-
-    def one(n):
-        pieces = list(complete(client, prompt=prompts[n], max_tokens=20, stream=True, extra_body={"ignore_eos": True}))
-        found[n] = pieces[-1].choices[0].finish_reason
-
-    at_once(one, 30)
-    assert found == dict.fromkeys(range(30), "length")
-    serving = running.model.moepack
-    assert serving.resident_bytes_peak <= serving.budget_bytes
-    assert serving.counters()["forward_waits"] == 0
-    wait_for(lambda: complete(client) and serving.counters()["promotions"] > 0)

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-from server_fixtures import NAME, chunks_of
+from server_fixtures import EVENTS, NAME, chunks_of, reply_of
 
 from moepack.server.batching.jobs import JobEvent
 from moepack.server.errors import ApiError
-from moepack.server.tools.delimited import HERMES
-from moepack.server.tools.thinking import Thinking
 from moepack.server.translated.response_reply import ResponseReply
 from moepack.server.translated.responses import responses
 
@@ -23,12 +21,6 @@ TIME = {
         "additionalProperties": False,
     },
 }
-EVENTS = [
-    JobEvent("Let me ", generated=2),
-    JobEvent("see.</think>\n\nI ask.\n", generated=6),
-    JobEvent('<tool_call>{"name": "time", "arguments": {"zone"', generated=12),
-    JobEvent(': "utc"}}</tool_call>', finish="stop", generated=18),
-]
 
 
 def respond(client, **given):
@@ -50,21 +42,6 @@ def test_a_response_is_what_a_chat_says(client):
         {"role": "user", "content": [{"type": "input_text", "text": "Tell me a story"}]},
     ]
     assert respond(client, input=parts).output_text == out.output_text
-
-
-def test_a_stream_has_the_published_order(client):
-    whole = respond(client)
-    events = list(respond(client, stream=True))
-    kinds = [event.type.removeprefix("response.") for event in events]
-    more = kinds.count("output_text.delta")
-    assert kinds == [
-        "created", "in_progress", "output_item.added", "content_part.added", *["output_text.delta"] * more,
-        "output_text.done", "content_part.done", "output_item.done", "incomplete",
-    ]  # fmt: skip
-    assert more > 2 and [event.sequence_number for event in events] == [*range(len(events))]
-    assert "".join(event.delta for event in events if event.type.endswith("delta")) == whole.output_text
-    assert events[-1].response.output_text == whole.output_text and events[-1].response.usage == whole.usage
-    assert events[0].response.status == "in_progress" and events[0].response.output == []
 
 
 def test_functions(client):
@@ -117,10 +94,10 @@ def test_an_earlier_answer_is_one_message():
 
 def reply(**given):
     asked = responses({"model": NAME, "input": "?", **given}, 10)
-    return ResponseReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader({}), True))
+    return reply_of(ResponseReply, asked)
 
 
-def test_reasoning_text_and_call_are_three_items():
+def test_reasoning_text_and_calls_are_items():
     made = reply(stream=True)
     events = chunks_of(made, EVENTS)
     assert [event["type"].removeprefix("response.") for event in events] == [
@@ -131,15 +108,19 @@ def test_reasoning_text_and_call_are_three_items():
         "output_item.done",
         "output_item.added", *["function_call_arguments.delta"] * 2, "function_call_arguments.done",
         "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done",
         "completed",
     ]  # fmt: skip
-    reasoning, message, call = events[-1]["response"]["output"]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert events[0]["response"]["status"] == "in_progress" and events[0]["response"]["output"] == []
+    output = events[-1]["response"]["output"]
+    reasoning, message, call, _ = output
     assert reasoning["content"] == [{"type": "reasoning_text", "text": "Let me see."}] and reasoning["summary"] == []
     assert message["content"][0]["text"] == "I ask."
     assert (call["name"], call["arguments"], call["status"]) == ("time", '{"zone": "utc"}', "completed")
     ends = [event for event in events if event["type"] == "response.output_item.done"]
-    assert [event["item"] for event in ends] == [reasoning, message, call]
-    assert [event["output_index"] for event in ends] == [0, 1, 2]
+    assert [event["item"] for event in ends] == output
+    assert [event["output_index"] for event in ends] == [0, 1, 2, 3]
     assert events[-1]["response"]["usage"]["output_tokens_details"] == {"reasoning_tokens": 2}
     assert made.event(events[0]).startswith(b"event: response.created\ndata: {")
     failed = made.failure(ApiError(500, "the model failed"))
@@ -151,39 +132,5 @@ def test_only_the_last_item_is_cut_off():
     made = reply(stream=True)
     events = [*made._events(JobEvent("Hm.</think>I a", finish="length", generated=8)), *made._last()]
     ends = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert events[-1]["type"] == "response.incomplete"
     assert [item["status"] for item in ends] == ["completed", "incomplete"] and ends == events[-1]["response"]["output"]
-
-
-@pytest.mark.parametrize(
-    ("given", "field"),
-    (
-        ({"model": None}, "model"),
-        ({"input": None}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
-        ),
-        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
-        ({"input": [{"type": "message", "role": "user", "content": "x", "mood": 1}]}, "input[0].mood"),
-        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "nothing"}}}}, "text.format"),
-        ({"include": ["message.output_text.logprobs"]}, "include[0]"),
-        ({"context_management": [{"type": "compaction"}]}, "context_management"),
-        ({"max_output_tokens": 1 << 20}, "max_output_tokens"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"background": True}, "background"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-    ),
-)
-def test_what_is_refused(running, given, field):
-    with pytest.raises(openai.BadRequestError) as caught:
-        running.client().responses.create(extra_body={"model": NAME, "input": "?", "max_output_tokens": 2, **given})
-    assert caught.value.param == field
-
-
-def test_a_schema_for_the_text(client):
-    pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 9, "minimum": 0}}, "required": ["n"]}
-    shape = {"format": {"type": "json_schema", "name": "n", "schema": {**schema, "additionalProperties": False}}}
-    assert json.loads(respond(client, text=shape, max_output_tokens=40).output_text)["n"] in range(10)

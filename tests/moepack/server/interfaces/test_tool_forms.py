@@ -224,11 +224,11 @@ def test_a_model_s_own_identities_are_kept():
     """Kimi's template writes them into the next prompt, where the model has read no others."""
     said = Said(KIMI.reader(FUNCTIONS))
     said.hear(JobEvent(text=ANSWERS["kimi"], finish="stop", generated=9))
-    assert [call.id for call in said.calls] == ["functions.weather:3", "functions.time:4"]
+    assert [item.call for item in said.calls] == ["functions.weather:3", "functions.time:4"]
     said = Said(KIMI.reader(FUNCTIONS))
     twice = ANSWERS["kimi"].replace("functions.time:4", "functions.weather:3")
     said.hear(JobEvent(text=twice, finish="stop", generated=9))
-    first, second = (call.id for call in said.calls)
+    first, second = (item.call for item in said.calls)
     assert first == "functions.weather:3" and second.startswith("call_")
     without = read(KIMI.reader(FUNCTIONS), "<|tool_call_begin|> time <|tool_call_argument_begin|> {}<|tool_call_end|>")
     assert without == [("call", "time"), ("arguments", "{}")]

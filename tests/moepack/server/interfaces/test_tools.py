@@ -3,14 +3,11 @@
 import json
 
 import pytest
-from server_fixtures import NAME, post
+from server_fixtures import EVENTS, NAME, reply_of
 
-from moepack.server.batching.jobs import JobEvent
 from moepack.server.http import parse
 from moepack.server.http.replies import ChatReply
-from moepack.server.tools.delimited import HERMES
-from moepack.server.tools.parts import MOST_CALLS
-from moepack.server.tools.thinking import Thinking
+from moepack.server.tools import calls
 from moepack.server.translated.messages import messages
 from moepack.server.translated.responses import responses
 
@@ -29,10 +26,6 @@ WEATHER = tool(
     "weather", city={"type": "string", "maxLength": 12}, days={"type": "integer", "minimum": 1, "maximum": 9}
 )
 TIME = tool("time", zone={"enum": ["utc", "local"]})
-
-
-def function(**given):
-    return {"type": "function", "function": {"name": "x", **given}}
 
 
 def ask(client, choice, **given):
@@ -65,11 +58,12 @@ def test_a_named_function_is_called(client):
         assert [[c.function.name for c in o.message.tool_calls] for o in out] == [[name]] * 3
 
 
-def test_several_calls_and_their_stream(client):
+def test_several_calls_and_their_stream(client, monkeypatch):
     """A stream has the same calls; each begins with its name, and its arguments come in pieces."""
-    whole = ask(client, "required", tools=[TIME], max_tokens=600).choices[0]
-    assert 1 < len(whole.message.tool_calls) <= MOST_CALLS
-    pieces = [p.choices[0] for p in ask(client, "required", tools=[TIME], max_tokens=600, stream=True)]
+    monkeypatch.setattr(calls, "MOST_CALLS", 2)
+    whole = ask(client, "required", tools=[TIME]).choices[0]
+    assert len(whole.message.tool_calls) == 2
+    pieces = [p.choices[0] for p in ask(client, "required", tools=[TIME], stream=True)]
     deltas = [call for piece in pieces for call in piece.delta.tool_calls or ()]
     names, arguments = [], {}
     for delta in deltas:
@@ -85,12 +79,6 @@ def test_several_calls_and_their_stream(client):
     assert not any(p.delta.content for p in pieces)
 
 
-def test_strict_functions_leave_text_free(client):
-    strict = [{**one, "function": {**one["function"], "strict": True}} for one in (WEATHER, TIME)]
-    free = ask(client, "auto", tools=strict, max_tokens=12).choices[0]
-    assert free.message.content and free.finish_reason == "length"
-
-
 SHAPE = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 
 
@@ -99,7 +87,8 @@ CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": "utc"}}\n</tool_call
 
 @pytest.mark.parametrize("strict", (False, True))
 def test_calls_or_a_schema_of_the_answer(running, strict):
-    """One grammar allows both and nothing else, in every interface. A required call leaves no other answer."""
+    """One grammar allows both and nothing else, in every interface, and both are read. A required call leaves no other
+    answer. Without a schema strict functions alone have a grammar."""
     own = {"name": "time", "strict": strict}
     schema = TIME["function"]["parameters"]
     form = {"type": "json_schema", "schema": SHAPE}
@@ -115,6 +104,7 @@ def test_calls_or_a_schema_of_the_answer(running, strict):
     def passes(asked, text):
         made = running.server._prepare_chat(asked)
         mask = made.grammar()
+        assert made.reader().push(text)[0].kind == ("call" if text.startswith("<") else "content")
         for token in running.server.tokens.encode(text, False, ""):
             if mask.is_done or not mask.allowed(token + 1)[token]:
                 return False
@@ -127,70 +117,23 @@ def test_calls_or_a_schema_of_the_answer(running, strict):
             assert not passes(asked, wrong), wrong
     must = parse.chat({**chat, "tool_choice": "required"}, 10)
     assert passes(must, CALL) and not passes(must, '{"n": 1}')
+    free = running.server._prepare_chat(parse.chat({**chat, "response_format": None}, 10))
+    assert (free.grammar is not None) is strict
 
 
-@pytest.mark.parametrize("stream", (False, True))
-@pytest.mark.parametrize("begins", ("<", "{"))
-def test_such_an_answer(client, tokenizer, stream, begins):
-    """A bias on its first token chooses."""
-    (token,) = tokenizer(begins).input_ids
-    shape = {"type": "json_schema", "json_schema": {"name": "n", "schema": SHAPE}}
-    tools = [{**TIME, "function": {**TIME["function"], "strict": True}}]
-    given = {"tools": tools, "response_format": shape, "logit_bias": {token: 100}, "parallel_tool_calls": False}
-    out = ask(client, "auto", stream=stream, **given)
-    said = [one.choices[0].delta if stream else one.choices[0].message for one in (out if stream else [out])]
-    content = "".join(one.content or "" for one in said)
-    calls = [call.function for one in said for call in one.tool_calls or ()]
-    if begins == "{":
-        assert not calls and json.loads(content)["n"] in (1, 2)
-    else:
-        assert not content and calls[0].name == "time"
-        check("time", "".join(call.arguments or "" for call in calls))
+def reply(**given):
+    return reply_of(ChatReply, parse.chat({"model": NAME, "messages": SAID, **given}, 10))
 
 
-@pytest.mark.parametrize(
-    ("given", "field"),
-    (
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
-        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
-        ({"tools": [WEATHER, WEATHER]}, "tools"),
-        ({"tools": [tool("two words")]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "mood": 1}}]}, "tools[0].function.mood"),
-        ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "array"}}}]},
-         "tools[0].function.parameters"),
-        ({"tools": [tool("x", a={"type": "nothing"})], "tool_choice": "required"}, "tools"),
-        ({"tools": [WEATHER], "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
-         "response_format"),
-        ({"tools": [function(parameters={"properties": {"a": 1}})]}, "tools[0].function.parameters.properties"),
-        ({"tools": [function(parameters={"required": [{}]})]}, "tools[0].function.parameters.required"),
-    ),
-)  # fmt: skip
-def test_what_is_refused(running, given, field):
-    with pytest.raises(openai.BadRequestError) as caught:
-        running.client().chat.completions.create(model=NAME, messages=SAID, max_tokens=4, extra_body=given)
-    assert caught.value.param == field
-
-
-def reply(functions, **given):
-    asked = parse.chat({"model": NAME, "messages": SAID, **given}, 10)
-    return ChatReply(asked, [[1, 2]], None, NAME, lambda: Thinking(HERMES.reader(functions), True))
-
-
-EVENTS = [
-    JobEvent("Let me ", generated=2),
-    JobEvent("see.</think>\n\nI ask.\n", generated=6),
-    JobEvent('<tool_call>{"name": "time", "arguments": {"zone"', generated=12),
-    JobEvent(': "utc"}}</tool_call><tool_call>{"name": "time", "argum', generated=18),
-    JobEvent('ents": {}}</tool_call>', finish="stop", generated=24),
-]
+def whole(**given):
+    made = reply(**given)
+    for event in EVENTS:
+        made.hear(0, event)
+    return made.whole()
 
 
 def test_reasoning_and_calls_in_a_whole_answer():
-    made = reply({})
-    for event in EVENTS:
-        made.hear(0, event)
-    out = made.whole()
+    out = whole()
     message = out["choices"][0]["message"]
     assert message["reasoning_content"] == "Let me see." and message["content"] == "I ask."
     assert [c["function"] for c in message["tool_calls"]] == [
@@ -199,16 +142,12 @@ def test_reasoning_and_calls_in_a_whole_answer():
     ]
     assert out["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
     assert out["choices"][0]["finish_reason"] == "tool_calls"
-    only = reply({}, parallel_tool_calls=False)
-    for event in EVENTS:
-        only.hear(0, event)
-    assert [c["function"]["arguments"] for c in only.whole()["choices"][0]["message"]["tool_calls"]] == [
-        '{"zone": "utc"}'
-    ]
+    (only,) = whole(parallel_tool_calls=False)["choices"][0]["message"]["tool_calls"]
+    assert only["function"]["arguments"] == '{"zone": "utc"}'
 
 
 def test_reasoning_and_calls_in_a_stream():
-    made = reply({}, stream=True)
+    made = reply(stream=True)
     pieces = [piece for event in EVENTS for piece in made._pieces(0, made.choices[0], event)]
     assert pieces[0]["delta"] == {"role": "assistant", "content": ""}  # with the first token
     deltas = [p["delta"] for p in pieces[1:]]
@@ -220,15 +159,3 @@ def test_reasoning_and_calls_in_a_stream():
         (0, "time", ""), (0, None, '{"zone"'), (0, None, ': "utc"}'), (1, "time", ""), (1, None, "{}"),
     ]  # fmt: skip
     assert pieces[-1]["finish_reason"] == "tool_calls"
-
-
-def test_reasoning_goes_back_into_the_template(running):
-    said = [
-        *SAID,
-        {"role": "assistant", "content": "Sun.", "reasoning_content": "Hm."},
-        {"role": "user", "content": "?"},
-    ]
-    found = json.loads(post(f"{running.url}/tokenize", {"messages": said}))
-    assert found["count"] > 0
-    asked = parse.chat({"model": NAME, "messages": said}, 10).chat
-    assert asked.messages[1]["reasoning_content"] == asked.messages[1]["thinking"] == "Hm."

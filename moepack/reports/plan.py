@@ -295,6 +295,8 @@ def _cap(bundle: Bundle, whole: Sequence[Version], policy: Policy, table: Versio
     if not policy.is_live or not number:
         return None
     better = whole[number - 1]
+    if any(placement.version == better for ladder in policy.options.ladders(bundle.versions) for placement in ladder):
+        return None  # it raises experts once it has seen traffic
     layers = bundle.layers
     if free < max(better.resident_size(x.matrices) - whole[number].resident_size(x.matrices) for x in layers):
         return None

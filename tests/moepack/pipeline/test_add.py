@@ -193,7 +193,7 @@ def test_refusals(mine, short_model, text, tmp_path, monkeypatch):
         assert "\n" not in str(caught.value) and tree(mine / "b") == before
 
     not_added("name the versions to add", [])
-    not_added("version 'w5' is unknown", ["w5"])
+    not_added("version 'w7' is unknown", ["w7"])
     not_added("group_size w2=48: groups are of", ["w2"], {"w2": 48})
     not_added("this version is not added", ["w2"], {"w4": 32})
     not_added("is not calibrated yet", work=tmp_path / "none")

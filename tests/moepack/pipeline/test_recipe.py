@@ -84,7 +84,7 @@ def test_a_recipe_without_its_text_has_one_written(said):
 BAD = {
     "versons: [w4]": "unknown key 'versons': did you mean 'versions'?",
     "quantize: {zzzz: 1}": "unknown key 'zzzz': known are method",
-    "versions: [w5]": "unknown version 'w5': did you mean",
+    "versions: [w7]": "unknown version 'w7': did you mean",
     "versions: [w4, w4]": "each version once",
     "versions: []": "at least one",
     "versions: w4": "must be a list",

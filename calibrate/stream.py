@@ -133,8 +133,8 @@ class StreamedModel(Skeleton):
         lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
         return ({} if lacks else got), info
 
-    def _convert_apart(self, sources: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor | None:
-        """The parameter of this shape that tensors in place of weights make; None if they make another, or none."""
+    def convert_apart(self, sources: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor | None:
+        """The parameter of this shape that int64 tensors in place of weights make; None if they do not."""
         return self._apart(lambda: self._convert(sources), {name: shape}, torch.int64)[0].get(name)
 
     def _refuse(self, info: LoadStateDictInfo) -> None:
@@ -219,10 +219,9 @@ class StreamedModel(Skeleton):
         for name, matrix in zip(self._matrices(layer), matrices, strict=True):
             own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
             if isinstance(matrix, Tensor):
-                out |= write_plain(self, self._convert_apart, name, own, matrix, turned)
+                out |= write_plain(self, name, own, matrix, turned)
             else:
-                whole = place(self, self._convert_apart, name, self._targets.get(name, []), turned)
-                out |= whole.select(some, own).restore(matrix)
+                out |= place(self, name, turned).select(some, own).restore(matrix)
         return out
 
     def _native_places(self, layer: int, some: range) -> Iterator[tuple[RowPlaces, Parts]]:
@@ -247,8 +246,7 @@ class StreamedModel(Skeleton):
 
         def placed(layer: int) -> tuple[RowPlaces, ...]:
             turned = bool(self.experts_module(layer).is_transposed)
-            where = self._matrices(layer)
-            return tuple(place(self, self._convert_apart, n, self._targets.get(n, []), turned) for n in where)
+            return tuple(place(self, name, turned) for name in self._matrices(layer))
 
         return lru_cache(maxsize=1)(placed)
 
@@ -262,13 +260,11 @@ class StreamedModel(Skeleton):
             return None
         with contextlib.ExitStack() as stack:
             reader = LazyWeights(self, stack).reader
-            return read(self.checkpoint.name, reader, self._dense_places(module, parts), parts)
+            return read(self.checkpoint.name, reader, place(self, f"{module}.weight"), parts)
 
     def write_back_dense(self, module: str, weight: NativeWeight) -> dict[str, Tensor]:
         """The inverse of `native_dense`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
-        parts = self._dense_parts(module)
-        assert parts is not None, f"{module} is not stored as codes and scales"
-        return self._dense_places(module, parts).restore(weight)
+        return place(self, f"{module}.weight").restore(weight)
 
     @cached_property
     def dense_versions(self) -> Mapping[str, Version]:
@@ -279,7 +275,7 @@ class StreamedModel(Skeleton):
             if parts is not None:
                 with contextlib.suppress(InputError):  # for groups or an order of rows that no version has
                     version = native_version(self.checkpoint, list(parts))
-                    if self._dense_places(name, parts).fits(version):
+                    if place(self, f"{name}.weight").fits(version):
                         out[name] = version
         return out
 
@@ -287,9 +283,6 @@ class StreamedModel(Skeleton):
         """The weights that a Linear's is made of; None unless all of them are encoded."""
         keys = self._targets.get(f"{module}.weight", [])
         return dict.fromkeys(keys) if keys and all(k in self.checkpoint.encoded for k in keys) else None
-
-    def _dense_places(self, module: str, parts: Parts) -> RowPlaces:
-        return place(self, self._convert_apart, f"{module}.weight", list(parts))
 
     def expert_files(self, layer: int, some: range) -> set[str]:
         """The files that `experts` reads."""

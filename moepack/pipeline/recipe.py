@@ -383,8 +383,7 @@ def _settings(where: str, value: object, kind: type, rules: Mapping[str, int | S
     return given
 
 
-def _names(where: str, value: object, known: Sequence[str] = ()) -> tuple[str, ...]:
-    known = known or version_names()
+def _names(where: str, value: object, known: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise InputError(f"{where}: must be a list of names")
     for v in value:
@@ -407,7 +406,6 @@ def _number(where: str, value: object, low: float, high: float) -> float:
     return value
 
 
-def _integer(where: str, value: object, low: int) -> int:
+def _integer(where: str, value: object, low: int) -> None:
     if type(value) is not int or not low <= value < 1 << 31:
         raise InputError(f"{where}: {value!r} is not an integer of at least {low}")
-    return value

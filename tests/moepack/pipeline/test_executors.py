@@ -78,7 +78,7 @@ def order(demo_model, tmp_path):
     chosen = torch.randint(0, shape.experts, (256, 2), generator=g, dtype=torch.int32)
     seen = SharedTensors.of(inputs, chosen, torch.rand(256, 2, generator=g), length=64)
     recipe = parse_recipe(RECIPE, "t")
-    task = ExpertBatchTask("c", layer, range(4, 7), recipe.version_specs(), batch_settings(recipe), "cpu")
+    task = ExpertBatchTask("c", recipe.version_specs(), "cpu", layer, range(4, 7), batch_settings(recipe))
     folder = tmp_path / "objects"
     folder.mkdir()
     return (task, folder / "piece"), WorkerCheckpoint(str(demo_model), identity(opened)[1]), seen

@@ -26,8 +26,7 @@ from .released import Encoded
 
 if TYPE_CHECKING:
     from .released.encoded import Get
-    from .skeleton import Parts
-    from .stream import StreamedModel
+    from .skeleton import Parts, Skeleton
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ def indexable(array: Tensor) -> Tensor:
     return array.view(torch.int16) if array.dtype == torch.uint16 else array
 
 
-def place(stream: StreamedModel, parameter: str, transposed: bool = False) -> RowPlaces:
+def place(stream: Skeleton, parameter: str, transposed: bool = False) -> RowPlaces:
     """Find where the rows of the checkpoint's weights go in the parameter that is made of them.
 
     Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter is more or
@@ -145,7 +144,7 @@ def place(stream: StreamedModel, parameter: str, transposed: bool = False) -> Ro
 
 
 def row_places(
-    stream: StreamedModel,
+    stream: Skeleton,
     parameter: str,
     shapes: Mapping[str, Sequence[int]],
     turned: Collection[str],
@@ -181,9 +180,7 @@ def row_places(
     return tuple(order.shape), tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
 
 
-def write_plain(
-    stream: StreamedModel, parameter: str, parts: Parts, values: Tensor, transposed: bool
-) -> dict[str, Tensor]:
+def write_plain(stream: Skeleton, parameter: str, parts: Parts, values: Tensor, transposed: bool) -> dict[str, Tensor]:
     """The weights in `parts`, plain tensors of the checkpoint, from `values` [experts, rows, cols] of a parameter.
 
     Raises InputError if the parameter is more or less than their rows in another order.

@@ -7,7 +7,6 @@ and conversion; `free` drops it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from .held import empty, is_mapped, release
 from .native import NativeWeight, RowPlaces, place, read, write_plain
 from .released import DAMAGED
 from .skeleton import Parts, Skeleton, set_tensor
+from .skeleton import quiet_transformers as quiet_transformers
 
 if TYPE_CHECKING:
     from transformers.utils.loading_report import LoadStateDictInfo
@@ -95,17 +95,6 @@ class StreamedModel(Skeleton):
     def _buffers(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.model.named_buffers())
 
-    def _convert(self, sources: Mapping[str, Tensor | _LazyWeight]) -> LoadStateDictInfo:
-        """Load tensors, by the names of the checkpoint's weights, into the model; returns transformers' report."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        with quiet_transformers():
-            config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
-            info: LoadStateDictInfo
-            info, _ = convert_and_load_state_dict_in_model(self.model, dict(sources), config)
-        return info
-
     def _read_apart(
         self, parts: Parts, shapes: Mapping[str, Sequence[int]]
     ) -> tuple[dict[str, Tensor], LoadStateDictInfo]:
@@ -114,28 +103,6 @@ class StreamedModel(Skeleton):
         Returns the tensors (none if transformers could not load one of them), and transformers' report.
         """
         return self._apart(lambda: self._read(parts), shapes)
-
-    def _apart(
-        self,
-        load: Callable[[], LoadStateDictInfo],
-        shapes: Mapping[str, Sequence[int]],
-        dtype: torch.dtype | None = None,
-    ) -> tuple[dict[str, Tensor], LoadStateDictInfo]:
-        meta = {name: self.model.get_parameter_or_buffer(name) for name in shapes}
-        try:
-            for name, whole in meta.items():
-                set_tensor(self.model, name, torch.empty(*shapes[name], dtype=dtype or whole.dtype, device="meta"))
-            info = load()
-            got = {name: self.model.get_parameter_or_buffer(name).detach() for name in meta}
-        finally:
-            for name, whole in meta.items():
-                set_tensor(self.model, name, whole)
-        lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
-        return ({} if lacks else got), info
-
-    def convert_apart(self, sources: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor | None:
-        """The parameter of this shape that int64 tensors in place of weights make; None if they do not."""
-        return self._apart(lambda: self._convert(sources), {name: shape}, torch.int64)[0].get(name)
 
     def _refuse(self, info: LoadStateDictInfo) -> None:
         """Raise InputError for weights that transformers reports it could not load."""
@@ -373,23 +340,6 @@ class StreamedModel(Skeleton):
             else:
                 empty_like = torch.empty_like(state[name], device="meta", dtype=self._source_dtype[name])
                 set_tensor(self.model, name, empty_like)
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bar and load reports: a build loads dozens of parts."""
-    from transformers.utils import logging as hf_logging
-
-    level = hf_logging.get_verbosity()
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity(logging.ERROR)
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
 
 
 class LazyWeights:

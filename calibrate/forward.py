@@ -246,39 +246,31 @@ class CalibrationPass:
         The part outside the layers must be loaded.
         """
         found: list[Tensor] = []
-
-        def stop(_: object, args: tuple[Tensor, ...]) -> None:
-            found.append(args[0])
-            raise _HeadReached
-
-        hook = self._stream.model.get_output_embeddings().register_forward_pre_hook(stop)
-        try:
-            with torch.inference_mode(), self._own_code(), suppress(_HeadReached):
-                self._run_after_layers(batch)
-        finally:
-            hook.remove()
+        with torch.inference_mode(), self._own_code():
+            self._run_to_head(batch, found.append)
         return found[0]
-
-    def _run_after_layers(self, batch: int) -> None:
-        with self._in_place_of_layers(self._after_layers(batch)):
-            self._stream.model(input_ids=self._batches[batch].to(self._stream.device), use_cache=False)
 
     def run_head(self, watch: DenseWatch) -> None:
         """Pass the last layer's output to the watched output projection. The part outside the layers must be loaded."""
-        head = self._stream.model.get_output_embeddings()
+        with watch.watching(), torch.inference_mode(), self._own_code():
+            for i, batch in enumerate(self._batches):
+                self._run_to_head(i, lambda inputs: None)
+                watch.batch(len(batch))
 
-        def stop(*_: object) -> None:
+    def _run_to_head(self, batch: int, take: Callable[[Tensor], None]) -> None:
+        """Go on from the last layer's outputs; give `take` the output projection's inputs, and skip its product."""
+
+        def stop(_: object, args: tuple[Tensor, ...]) -> None:
+            take(args[0])
             raise _HeadReached
 
-        with watch.watching(), torch.inference_mode(), self._own_code():
-            hook = head.register_forward_pre_hook(stop)  # runs after the watch's hook and skips the product
-            try:
-                for i, batch in enumerate(self._batches):
-                    with suppress(_HeadReached):
-                        self._run_after_layers(i)
-                    watch.batch(len(batch))
-            finally:
-                hook.remove()
+        # Runs after the hooks that are there, as a watch's.
+        hook = self._stream.model.get_output_embeddings().register_forward_pre_hook(stop)
+        try:
+            with suppress(_HeadReached), self._in_place_of_layers(self._after_layers(batch)):
+                self._stream.model(input_ids=self._batches[batch].to(self._stream.device), use_cache=False)
+        finally:
+            hook.remove()
 
     def _after_layers(self, batch: int) -> Callable[[int], Callable[..., object]]:
         """Return the layers' replacements, by index, so that the model continues from the last layer's outputs."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from .released.encoded import Get
     from .skeleton import Parts, Skeleton
 
-Convert = Callable[[Mapping[str, Tensor], str, Sequence[int]], Tensor | None]
-
 
 @dataclass(frozen=True)
 class NativeWeight:
@@ -124,16 +122,14 @@ def indexable(array: Tensor) -> Tensor:
     return array.view(torch.int16) if array.dtype == torch.uint16 else array
 
 
-def place(
-    stream: Skeleton, convert: Convert, parameter: str, weights: Sequence[str], transposed: bool = False
-) -> RowPlaces:
-    """Find where the rows of `weights` of the checkpoint go in a parameter.
+def place(stream: Skeleton, parameter: str, transposed: bool = False) -> RowPlaces:
+    """Find where the rows of the checkpoint's weights go in the parameter that is made of them.
 
-    `convert` makes of int64 tensors, by the names of the weights, the parameter in the shape given, and returns None if
-    it does not. Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter
-    is more or less than their rows in another order.
+    Raises InputError if one of the weights is not encoded, if their encodings differ, or if the parameter is more or
+    less than their rows in another order.
     """
     name = stream.checkpoint.name
+    weights = stream.weights_of(parameter)
     known = stream.checkpoint.encoded
     plain = [key for key in weights if key not in known]
     if plain or not weights:
@@ -143,13 +139,12 @@ def place(
         raise InputError(f"{name}: {parameter} is made of weights in several encodings: {sorted(kinds)}")
     shapes = {key: known[key].shape for key in weights}
     turned = {key for key in weights if known[key].transposed}
-    lead, split = row_places(stream, convert, parameter, shapes, turned, transposed)
+    lead, split = row_places(stream, parameter, shapes, turned, transposed)
     return RowPlaces(tuple((key, known[key]) for key in weights), split, lead)
 
 
 def row_places(
     stream: Skeleton,
-    convert: Convert,
     parameter: str,
     shapes: Mapping[str, Sequence[int]],
     turned: Collection[str],
@@ -174,7 +169,7 @@ def row_places(
         shape[0] = experts
     cols = shape[-2 if transposed else -1]
     shape[-2 if transposed else -1] = 1
-    got = convert(tags, parameter, shape)
+    got = stream.convert_apart(tags, parameter, shape)
     if got is None or any(own[-1] != cols for own in shapes.values()):
         raise InputError(f"{name}: {parameter} keeps the columns of its weights in another order: not supported")
     order = (got.mT if transposed else got)[..., 0]
@@ -185,9 +180,7 @@ def row_places(
     return tuple(order.shape), tuple(places[begins[key] : end] for key, end in zip(begins, ends, strict=True))
 
 
-def write_plain(
-    stream: Skeleton, convert: Convert, parameter: str, parts: Parts, values: Tensor, transposed: bool
-) -> dict[str, Tensor]:
+def write_plain(stream: Skeleton, parameter: str, parts: Parts, values: Tensor, transposed: bool) -> dict[str, Tensor]:
     """The weights in `parts`, plain tensors of the checkpoint, from `values` [experts, rows, cols] of a parameter.
 
     Raises InputError if the parameter is more or less than their rows in another order.
@@ -197,11 +190,12 @@ def write_plain(
         shape = tuple(stream.checkpoint.shape(key))
         stored[key] = shape if part is None else (len(part), *shape[1:])
     swapped = {key: (*shape[:-2], shape[-1], shape[-2]) for key, shape in stored.items()}
-    where = stream, convert, parameter
+    turned = False
     try:
-        turned, (_, split) = False, row_places(*where, stored, (), transposed, len(values))
+        _, split = row_places(stream, parameter, stored, (), transposed, len(values))
     except InputError:  # the checkpoint has them [.., cols, rows]
-        turned, (_, split) = True, row_places(*where, swapped, tuple(parts), transposed, len(values))
+        turned = True
+        _, split = row_places(stream, parameter, swapped, tuple(parts), transposed, len(values))
     flat = values.reshape(-1, values.shape[-1])
     out = dict[str, Tensor]()
     for key, places in zip(parts, split, strict=True):

@@ -5,8 +5,10 @@ It reads headers and runs transformers' renaming rules. stream.py loads weights.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,8 @@ from .checkpoint import Checkpoint, native_version, source_dtype
 from .experts import describe, is_experts_module, parameter_names
 
 if TYPE_CHECKING:
+    from transformers.utils.loading_report import LoadStateDictInfo
+
     from moepack.families.interface import ExpertsModule
 
 # Bytes of experts or MTP layers that are read at once; reading takes up to three times these bytes.
@@ -118,6 +122,39 @@ class Skeleton:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         return [*get_model_conversion_mapping(self.model), *conversions_of(self.model)]
+
+    def _convert(self, sources: Mapping[str, object]) -> LoadStateDictInfo:
+        """Load tensors, by the names of the checkpoint's weights, into the model; returns transformers' report."""
+        from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        with quiet_transformers():
+            config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
+            info: LoadStateDictInfo
+            info, _ = convert_and_load_state_dict_in_model(self.model, dict(sources), config)
+        return info
+
+    def _apart(
+        self,
+        load: Callable[[], LoadStateDictInfo],
+        shapes: Mapping[str, Sequence[int]],
+        dtype: torch.dtype | None = None,
+    ) -> tuple[dict[str, Tensor], LoadStateDictInfo]:
+        meta = {name: self.model.get_parameter_or_buffer(name) for name in shapes}
+        try:
+            for name, whole in meta.items():
+                set_tensor(self.model, name, torch.empty(*shapes[name], dtype=dtype or whole.dtype, device="meta"))
+            info = load()
+            got = {name: self.model.get_parameter_or_buffer(name).detach() for name in meta}
+        finally:
+            for name, whole in meta.items():
+                set_tensor(self.model, name, whole)
+        lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
+        return ({} if lacks else got), info
+
+    def convert_apart(self, sources: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor | None:
+        """The parameter of this shape that int64 tensors in place of weights make; None if they do not."""
+        return self._apart(lambda: self._convert(sources), {name: shape}, torch.int64)[0].get(name)
 
     def _materialise_buffers(self) -> None:
         """Compute rotary tables and other buffers that are not in checkpoints."""
@@ -247,6 +284,23 @@ class Skeleton:
         sources = {name: self._targets.get(name, []) for name in self._expert_parameters(layer)}
         shapes = {key: self.checkpoint.shape(key) for keys in sources.values() for key in keys}
         return sources_of(some, self.expert_layers[layer].experts, sources, shapes)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' progress bar and load reports: a build loads dozens of parts."""
+    from transformers.utils import logging as hf_logging
+
+    level = hf_logging.get_verbosity()
+    bars = hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
 
 
 def set_tensor(model: torch.nn.Module, name: str, value: Tensor) -> None:

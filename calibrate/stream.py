@@ -7,7 +7,6 @@ and conversion; `free` drops it.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from .held import empty, is_mapped, release
 from .native import NativeWeight, RowPlaces, place, read, write_plain
 from .released import DAMAGED
 from .skeleton import Parts, Skeleton, set_tensor
+from .skeleton import quiet_transformers as quiet_transformers
 
 if TYPE_CHECKING:
     from transformers.utils.loading_report import LoadStateDictInfo
@@ -95,17 +95,6 @@ class StreamedModel(Skeleton):
     def _buffers(self) -> frozenset[str]:
         return frozenset(name for name, _ in self.model.named_buffers())
 
-    def _convert(self, sources: Mapping[str, Tensor | _LazyWeight]) -> LoadStateDictInfo:
-        """Load tensors, by the names of the checkpoint's weights, into the model; returns transformers' report."""
-        from transformers.core_model_loading import convert_and_load_state_dict_in_model
-        from transformers.modeling_utils import LoadStateDictConfig
-
-        with quiet_transformers():
-            config = LoadStateDictConfig(dtype=None, device_map={"": "cpu"}, weight_mapping=self._mapping())
-            info: LoadStateDictInfo
-            info, _ = convert_and_load_state_dict_in_model(self.model, dict(sources), config)
-        return info
-
     def _read_apart(
         self, parts: Parts, shapes: Mapping[str, Sequence[int]]
     ) -> tuple[dict[str, Tensor], LoadStateDictInfo]:
@@ -114,28 +103,6 @@ class StreamedModel(Skeleton):
         Returns the tensors (none if transformers could not load one of them), and transformers' report.
         """
         return self._apart(lambda: self._read(parts), shapes)
-
-    def _apart(
-        self,
-        load: Callable[[], LoadStateDictInfo],
-        shapes: Mapping[str, Sequence[int]],
-        dtype: torch.dtype | None = None,
-    ) -> tuple[dict[str, Tensor], LoadStateDictInfo]:
-        meta = {name: self.model.get_parameter_or_buffer(name) for name in shapes}
-        try:
-            for name, whole in meta.items():
-                set_tensor(self.model, name, torch.empty(*shapes[name], dtype=dtype or whole.dtype, device="meta"))
-            info = load()
-            got = {name: self.model.get_parameter_or_buffer(name).detach() for name in meta}
-        finally:
-            for name, whole in meta.items():
-                set_tensor(self.model, name, whole)
-        lacks = info.mismatched_keys or info.conversion_errors or any(tensor.is_meta for tensor in got.values())
-        return ({} if lacks else got), info
-
-    def _convert_apart(self, sources: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor | None:
-        """The parameter of this shape that tensors in place of weights make; None if they make another, or none."""
-        return self._apart(lambda: self._convert(sources), {name: shape}, torch.int64)[0].get(name)
 
     def _refuse(self, info: LoadStateDictInfo) -> None:
         """Raise InputError for weights that transformers reports it could not load."""
@@ -219,10 +186,9 @@ class StreamedModel(Skeleton):
         for name, matrix in zip(self._matrices(layer), matrices, strict=True):
             own = {key: parts[key] for key in self._targets.get(name, []) if key in parts}
             if isinstance(matrix, Tensor):
-                out |= write_plain(self, self._convert_apart, name, own, matrix, turned)
+                out |= write_plain(self, name, own, matrix, turned)
             else:
-                whole = place(self, self._convert_apart, name, self._targets.get(name, []), turned)
-                out |= whole.select(some, own).restore(matrix)
+                out |= place(self, name, turned).select(some, own).restore(matrix)
         return out
 
     def _native_places(self, layer: int, some: range) -> Iterator[tuple[RowPlaces, Parts]]:
@@ -247,8 +213,7 @@ class StreamedModel(Skeleton):
 
         def placed(layer: int) -> tuple[RowPlaces, ...]:
             turned = bool(self.experts_module(layer).is_transposed)
-            where = self._matrices(layer)
-            return tuple(place(self, self._convert_apart, n, self._targets.get(n, []), turned) for n in where)
+            return tuple(place(self, name, turned) for name in self._matrices(layer))
 
         return lru_cache(maxsize=1)(placed)
 
@@ -262,13 +227,11 @@ class StreamedModel(Skeleton):
             return None
         with contextlib.ExitStack() as stack:
             reader = LazyWeights(self, stack).reader
-            return read(self.checkpoint.name, reader, self._dense_places(module, parts), parts)
+            return read(self.checkpoint.name, reader, place(self, f"{module}.weight"), parts)
 
     def write_back_dense(self, module: str, weight: NativeWeight) -> dict[str, Tensor]:
         """The inverse of `native_dense`: the checkpoint's tensors byte for byte, by name, without their leftovers."""
-        parts = self._dense_parts(module)
-        assert parts is not None, f"{module} is not stored as codes and scales"
-        return self._dense_places(module, parts).restore(weight)
+        return place(self, f"{module}.weight").restore(weight)
 
     @cached_property
     def dense_versions(self) -> Mapping[str, Version]:
@@ -279,7 +242,7 @@ class StreamedModel(Skeleton):
             if parts is not None:
                 with contextlib.suppress(InputError):  # for groups or an order of rows that no version has
                     version = native_version(self.checkpoint, list(parts))
-                    if self._dense_places(name, parts).fits(version):
+                    if place(self, f"{name}.weight").fits(version):
                         out[name] = version
         return out
 
@@ -287,9 +250,6 @@ class StreamedModel(Skeleton):
         """The weights that a Linear's is made of; None unless all of them are encoded."""
         keys = self._targets.get(f"{module}.weight", [])
         return dict.fromkeys(keys) if keys and all(k in self.checkpoint.encoded for k in keys) else None
-
-    def _dense_places(self, module: str, parts: Parts) -> RowPlaces:
-        return place(self, self._convert_apart, f"{module}.weight", list(parts))
 
     def expert_files(self, layer: int, some: range) -> set[str]:
         """The files that `experts` reads."""
@@ -380,23 +340,6 @@ class StreamedModel(Skeleton):
             else:
                 empty_like = torch.empty_like(state[name], device="meta", dtype=self._source_dtype[name])
                 set_tensor(self.model, name, empty_like)
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bar and load reports: a build loads dozens of parts."""
-    from transformers.utils import logging as hf_logging
-
-    level = hf_logging.get_verbosity()
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.set_verbosity(logging.ERROR)
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        hf_logging.set_verbosity(level)
-        if bars:
-            hf_logging.enable_progress_bar()
 
 
 class LazyWeights:

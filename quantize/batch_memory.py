@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from moepack.pack.spec import ExpertLayer, Matrix, Version, lossy
 
-from .crossfit import FOLDS, LEAST_ROWS, SHARE, at_once
+from .crossfit import FOLDS, at_once, sample_size
 from .expert_batch import PART, Settings
 from .gptq import LANES, experts_at_once, working_bytes
 from .methods import method_for
@@ -62,7 +62,7 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
         return max(last, weights + made + max(_rounding(m, experts) for m in layer.matrices))
     moments = FOLDS * (experts * sum(squares) + squares[0] + experts * squares[1])
     part = 4 * PART * (2 * first.cols + first.rows + 3 * second.cols)
-    errors = sum(4 * experts * len(versions) * FOLDS * _sampled(m) * m.cols for m in layer.matrices)
+    errors = sum(4 * experts * len(versions) * FOLDS * sample_size(m.rows) * m.cols for m in layer.matrices)
     steps = [weights + moments + part, last + errors]
     for m, square, kept in (
         (second, squares[1], moments),
@@ -70,8 +70,9 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     ):
         # Steps: cross-fitting; making the moments of all tokens, with three temporaries; quantising the matrix.
         folds = at_once(m.cols, experts)
-        together = experts_at_once(_sampled(m), m.cols, len(versions), folds)
-        again = together * working_bytes(_sampled(m), m.cols, len(versions))
+        few = sample_size(m.rows)
+        together = experts_at_once(few, m.cols, len(versions), folds)
+        again = together * working_bytes(few, m.cols, len(versions))
         steps.append(weights + made + errors + kept + _stacked(folds) * square + max(3 * square, again))
         steps.append(weights + made + errors + kept + _stacked(experts) * square + 3 * square)
         left = kept - FOLDS * experts * 2 * square if m is second else 0
@@ -90,10 +91,6 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
 def _stacked(matrices: int) -> int:
     """Matrices in memory while `matrices` of them are stacked."""
     return 2 * matrices if matrices > 1 else 1
-
-
-def _sampled(matrix: Matrix) -> int:
-    return min(matrix.rows, max(LEAST_ROWS, matrix.rows // SHARE))
 
 
 def _rounding(matrix: Matrix, experts: int) -> int:

@@ -40,9 +40,14 @@ def cluster_of(tokens: Tensor, block: int, spare: int) -> Tensor:
     return cluster - cluster // spare
 
 
+def sample_size(rows: int) -> int:
+    """The number of sampled rows of a matrix."""
+    return min(rows, max(LEAST_ROWS, rows // SHARE))
+
+
 def sample(rows: int) -> Tensor:
     """Indexes of the sampled rows, evenly spaced, int64."""
-    return torch.linspace(0, rows - 1, min(rows, max(LEAST_ROWS, rows // SHARE))).long()
+    return torch.linspace(0, rows - 1, sample_size(rows)).long()
 
 
 def sampled(matrices: Tensor) -> Tensor:

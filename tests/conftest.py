@@ -17,7 +17,7 @@ import typer.main
 from filelock import FileLock
 from hostile_edits import signed
 from hypothesis import HealthCheck, settings
-from support import RTN, build_from, tree
+from support import RTN, build_from, edit_config, tree
 
 os.environ.setdefault(
     "MOEPACK_LIMITS", "fixed"
@@ -153,8 +153,7 @@ def short_model(demo_model, tmp_path_factory):
     from safetensors.torch import load_file, save_file
 
     path = Path(shutil.copytree(demo_model, tmp_path_factory.mktemp("models") / "short"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    edit_config(path, num_hidden_layers=2)
     tensors = load_file(path / "model.safetensors")
     kept = {k: v for k, v in tensors.items() if not k.startswith(("model.layers.2.", "model.layers.3."))}
     save_file(kept, path / "model.safetensors", {"format": "pt"})

@@ -11,8 +11,8 @@ from functools import partial
 from moepack.pack.errors import InputError
 
 from . import fp8
-from .encoded import Encoded
-from .parts import ACTIVATIONS, Document, Scheme, Shape, Tensors, group_size, need, option, part, there
+from .encoded import Encoded, StoredPart
+from .parts import ACTIVATIONS, Document, Scheme, Shape, Tensors, block_size, group_size, need, option, part, there
 
 SCALES = {"BF16": "", "F16": "fp16"}  # dtypes of the scales of integers, and what they add to the encoding's name
 
@@ -86,15 +86,22 @@ def find(groups: list[ConfigGroup], tensors: Tensors) -> Iterator[tuple[str, Enc
         yield f"{module}.weight", group.make(tensors, module, group.weights)
 
 
-def _codes_name(tensors: Tensors, name: str) -> str:
+def _codes(tensors: Tensors, name: str) -> StoredPart:
     if name not in tensors:
         raise InputError(f"{name} is missing, which config.json's format needs")
-    return name
+    return part(tensors, name)
 
 
-def _no_zeros(tensors: Tensors, module: str) -> None:
-    if zeros := there(tensors, module, ("weight_zero_point",)):
-        raise InputError(f"{zeros[0]} is stored, but config.json says that {module}.weight is symmetric")
+def _zeros(
+    tensors: Tensors, module: str, weights: Document, dtype: str, shape: Shape, codes: StoredPart
+) -> StoredPart | None:
+    """The zero points of integers, which symmetric ones do not have."""
+    name = f"{module}.weight_zero_point"
+    if not option(weights, "symmetric", (True, False), True):
+        return need(tensors, name, (dtype,), [shape], codes)
+    if name in tensors:
+        raise InputError(f"{name} is stored, but config.json says that {module}.weight is symmetric")
+    return None
 
 
 def _columns(weights: Document) -> int:
@@ -104,7 +111,7 @@ def _columns(weights: Document) -> int:
 
 
 def _packed(tensors: Tensors, module: str, weights: Document) -> Encoded:
-    codes = part(tensors, _codes_name(tensors, f"{module}.weight_packed"))
+    codes = _codes(tensors, f"{module}.weight_packed")
     bits = int(weights.get("num_bits", 8))
     group = _columns(weights)
     *lead, words = codes.shape
@@ -120,13 +127,8 @@ def _packed(tensors: Tensors, module: str, weights: Document) -> Encoded:
     if weights.get("actorder") in ("group", True) and not g_idx:
         raise InputError(f"{codes.name} has no {module}.weight_g_idx, which actorder group needs")
     scale = need(tensors, scale_name, tuple(SCALES), [(*lead, groups)], codes)
-    zeros = None
-    if not option(weights, "symmetric", (True, False), True):
-        *batch, rows = lead
-        shape: Shape = (*batch, math.ceil(rows * bits / 32), groups)
-        zeros = need(tensors, f"{module}.weight_zero_point", ("I32",), [shape], codes)
-    else:
-        _no_zeros(tensors, module)
+    *batch, rows = lead
+    zeros = _zeros(tensors, module, weights, "I32", (*batch, math.ceil(rows * bits / 32), groups), codes)
     rest = (*there(tensors, module, ("weight_shape", *ACTIVATIONS)), *g_idx)
     version = f"int{bits}{SCALES[scale.dtype]}"
     own = g_idx[0] if g_idx else None
@@ -134,55 +136,38 @@ def _packed(tensors: Tensors, module: str, weights: Document) -> Encoded:
 
 
 def _signed(tensors: Tensors, module: str, weights: Document) -> Encoded:
-    codes = part(tensors, _codes_name(tensors, f"{module}.weight"))
+    codes = _codes(tensors, f"{module}.weight")
     if codes.dtype != "I8":
         raise InputError(f"{codes.name} is {codes.dtype}, but config.json says 8-bit integers")
     group = _columns(weights)
     *lead, cols = codes.shape
     shape: Shape = (*lead, math.ceil(cols / group) if group else 1)
     scale = need(tensors, f"{module}.weight_scale", tuple(SCALES), [shape], codes)
-    zeros = None
-    if not option(weights, "symmetric", (True, False), True):
-        zeros = need(tensors, f"{module}.weight_zero_point", ("I8",), [shape], codes)
-    else:
-        _no_zeros(tensors, module)
+    zeros = _zeros(tensors, module, weights, "I8", shape, codes)
     rest = there(tensors, module, ACTIVATIONS)
     return Encoded(f"int8{SCALES[scale.dtype]}", group, codes.shape, "signed", codes, scale, zeros, leftovers=rest)
 
 
 def _float(tensors: Tensors, module: str, weights: Document, mx: bool = False) -> Encoded:
-    codes = part(tensors, _codes_name(tensors, f"{module}.weight"))
+    codes = _codes(tensors, f"{module}.weight")
     if codes.dtype != "F8_E4M3":
         raise InputError(f"{codes.name} is {codes.dtype}, but config.json says 8-bit floats")
     strategy = option(weights, "strategy", ("group",) if mx else ("tensor", "channel", "group", "block"), "tensor")
     block = None
     if strategy == "block":
-        sizes = weights.get("block_structure")
-        if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(b) is int and b > 0 for b in sizes):
-            raise InputError(f"config.json says block_structure {sizes!r}: not two positive numbers")
-        block = (sizes[0], sizes[1])
+        block = block_size(weights, "block_structure")
     elif strategy == "group":
         block = (1, option(weights, "group_size", (fp8.MX,)) if mx else group_size(weights))
     return fp8.fp8(tensors, codes, f"{module}.weight_scale", block)
 
 
 def _fp4(tensors: Tensors, module: str, weights: Document, nv: bool) -> Encoded:
-    codes = part(tensors, _codes_name(tensors, f"{module}.weight_packed"))
+    codes = _codes(tensors, f"{module}.weight_packed")
     if codes.dtype != "U8":
         raise InputError(f"{codes.name} is {codes.dtype}, not U8: two 4-bit floats a byte")
-    *lead, half = codes.shape
-    group = option(weights, "group_size", (16 if nv else fp8.MX,))
-    dtypes = ("F8_E4M3",) if nv else ("U8", "F8_E8M0")
-    scale = need(tensors, f"{module}.weight_scale", dtypes, [(*lead, math.ceil(2 * half / group))], codes)
-    outer = None
-    rest = there(tensors, module, ACTIVATIONS)
-    if nv:
-        shapes: list[Shape] = [tuple(lead[:-1]), (*lead[:-1], 1), (*lead[:-1], 1, 1)]
-        outer = need(tensors, f"{module}.weight_global_scale", ("F32",), shapes, codes)
-        rest = (outer.name, *rest)
-    shape: Shape = (*lead, 2 * half)
-    version = "nvfp4" if nv else "mxfp4"
-    return Encoded(version, group, shape, "plain", codes, scale, outer_in=outer, divides=nv, leftovers=rest)
+    option(weights, "group_size", (fp8.NV if nv else fp8.MX,))
+    outer = f"{module}.weight_global_scale" if nv else ""
+    return fp8.fp4(tensors, codes, f"{module}.weight_scale", outer, divides=nv)
 
 
 # format -> what reads a weight in it, and the type and numbers of bits that it has

@@ -9,9 +9,8 @@ from moepack.pack.errors import InputError
 
 from . import fp8
 from .encoded import Encoded
-from .parts import ACTIVATIONS, Document, Scheme, Shape, Tensors, need, option, part, there
+from .parts import Document, Scheme, Tensors, option, part, there
 
-NV = 16  # columns of a scale of NVFP4
 _ALGORITHMS = {"NVFP4": ("nvfp4",), "MXFP8": ("mxfp8",), "FP8": ("fp8",), "MIXED_PRECISION": ("nvfp4", "mxfp8", "fp8")}
 
 
@@ -19,7 +18,7 @@ def read(document: Document, quantization: Document) -> Scheme:
     """The reader, by `quant_algo`."""
     algorithm = option(quantization, "quant_algo", tuple(_ALGORITHMS))
     if algorithm == "NVFP4":
-        option(quantization, "group_size", (NV, None))
+        option(quantization, "group_size", (fp8.NV, None))
     return partial(find, algorithm)
 
 
@@ -34,22 +33,12 @@ def find(algorithm: str, tensors: Tensors) -> Iterator[tuple[str, Encoded]]:
         codes = part(tensors, name)
         scale = f"{name}_scale"
         if entry.dtype == "U8":
-            made = _nvfp4(tensors, module)
+            made = fp8.fp4(tensors, codes, scale, f"{name}_scale_2")
         elif entry.dtype == "F8_E4M3":
-            mx = scale in tensors and tensors[scale].dtype in ("U8", "F8_E8M0")
+            mx = scale in tensors and tensors[scale].dtype in fp8.E8M0
             made = fp8.fp8(tensors, codes, scale, (1, fp8.MX) if mx else None)
         else:
             raise InputError(f"{name} is {entry.dtype} and has {scale}: not a form of {algorithm}")
         if made.version not in _ALGORITHMS[algorithm]:
             raise InputError(f"{name} is stored as {made.version}, but config.json says quant_algo {algorithm}")
         yield name, made
-
-
-def _nvfp4(tensors: Tensors, module: str) -> Encoded:
-    codes = part(tensors, f"{module}.weight")
-    *lead, half = codes.shape
-    scale = need(tensors, f"{module}.weight_scale", ("F8_E4M3",), [(*lead, -(-2 * half // NV))], codes)
-    shapes: list[Shape] = [tuple(lead[:-1]), (*lead[:-1], 1), (*lead[:-1], 1, 1)]
-    outer = need(tensors, f"{module}.weight_scale_2", ("F32",), shapes, codes)
-    rest = there(tensors, module, ACTIVATIONS)
-    return Encoded("nvfp4", NV, (*lead, 2 * half), "plain", codes, scale, outer_in=outer, leftovers=rest)

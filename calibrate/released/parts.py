@@ -56,9 +56,17 @@ def option(document: Document, name: str, known: Sequence[T], default: object = 
     raise InputError(f"says {name} {value!r}: moepack reads {', '.join(map(repr, known))}")
 
 
-def group_size(document: Document, name: str = "group_size", default: object = None) -> int:
-    """A group size of a configuration; 0 for a whole row, which it writes as -1."""
-    value = document.get(name, default)
+def group_size(document: Document) -> int:
+    """A configuration's `group_size`; 0 for a whole row, which it writes as -1."""
+    value = document.get("group_size")
     if type(value) is not int or (value < 1 and value != -1):
-        raise InputError(f"says {name} {value!r}, which is not a number of columns")
+        raise InputError(f"says group_size {value!r}, which is not a number of columns")
     return max(value, 0)
+
+
+def block_size(document: Document, name: str) -> tuple[int, int]:
+    """The rows and columns of the blocks that share a scale, an option of a configuration."""
+    sizes = document.get(name)
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        raise InputError(f"says {name} {sizes!r}: not two positive numbers")
+    return sizes[0], sizes[1]

@@ -31,14 +31,7 @@ _WRITTEN = 1 << 24  # bytes written at once; no more of a mapped tensor is in me
 _NAMES = {f"torch.{in_torch}": name for name, (_, in_torch, _) in DTYPES.items()}
 
 
-class Natives(TypedDict, total=False):
-    """Versions that hold experts and dense matrices as released, as their records; absent if the recipe keeps none."""
-
-    native: JsonObject
-    native_dense: JsonObject
-
-
-class RunRecord(Natives):
+class RunRecord(TypedDict):
     """The record of a calibration, stored in run.json."""
 
     checkpoint: str  # its directory
@@ -55,6 +48,9 @@ class RunRecord(Natives):
     decoder_layers: int
     expert_layers: list[JsonObject]
     dense: NotRequired[list[int | None]]  # parts with dense matrices that have versions
+    # Records of the versions that hold experts and dense matrices as released; absent if the recipe keeps none.
+    native: NotRequired[JsonObject]
+    native_dense: NotRequired[JsonObject]
 
 
 def run_record(directory: WorkDirectory) -> RunRecord:
@@ -67,7 +63,7 @@ def run_record(directory: WorkDirectory) -> RunRecord:
     return record
 
 
-def natives_of(record: Natives) -> tuple[Version, Version]:
+def natives_of(record: RunRecord) -> tuple[Version, Version]:
     """The versions that hold experts and dense matrices as released, from the record of the run."""
     if "native" not in record:  # the recipe keeps nothing as released
         return Version.of(LOSSLESS), Version.of(LOSSLESS)
@@ -78,9 +74,12 @@ def quantised_recipe(directory: WorkDirectory) -> Recipe:
     """The recipe of the last quantize stage, which may differ from the calibration's."""
     path = directory.path / "quantize" / RECIPE
     record = run_record(directory)
+    text = record["recipe"]
+    where = f"{directory.path / 'run.json'}: recipe"
     if path.is_file():
-        return with_native(parse_recipe(path.read_text(), str(path)), *natives_of(record))
-    return with_native(parse_recipe(record["recipe"], f"{directory.path / 'run.json'}: recipe"), *natives_of(record))
+        text = path.read_text()
+        where = str(path)
+    return with_native(parse_recipe(text, where), *natives_of(record))
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:

@@ -98,7 +98,10 @@ def assemble(
     notes = {(v, x.index): finished(work, stage, x.index) for v, stage in chosen.stages.items() for x in layers}
     parts = _dense_parts(work, record["dense"], chosen.dense) if chosen.dense else []
     dense = tuple(m for _, matrices, _ in parts for m in matrices)
-    logits = _logits(work, record, layers, chosen, reporter)
+    allocation = chosen.recipe.allocation
+    logits: dict[int, Path] = {}
+    if allocation is not None and allocation.weight == "logits":
+        logits = logits_tables(work, record, layers, chosen.stages, JOINED, reporter)
     reporter.stage("pack", len(layers) + 2)
     with BundleWriter(target, keep) as writer:
         reporter.step("dense tensors")
@@ -116,7 +119,10 @@ def assemble(
                 entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
                 writer.adopt(expert_file(version.name, layer.index), source, entry)
         _config(Path(record["checkpoint"]), record["untied"], writer)
-        _keep_released(record, writer, chosen, dense)
+        exact = lossless(tuple(chosen.dense))
+        own = {m.module: exact for m in dense} if exact else {}
+        keeps_mtp = record["model"].get("mtp") == "keep"
+        keep_released(Path(record["checkpoint"]), writer, lossless(tuple(chosen.stages)), own, keeps_mtp)
         manifest = Manifest(
             {**record["model"], "decoder_layers": record["decoder_layers"]},
             layers,
@@ -239,19 +245,6 @@ def _tables(
     return read_tables(writer.path(TABLES), layers, matrices=sum(len(matrices) for _, matrices, _ in parts))
 
 
-def _logits(
-    work: WorkDirectory,
-    record: RunRecord,
-    layers: Sequence[ExpertLayer],
-    chosen: Chosen,
-    reporter: Reporter,
-) -> dict[int, Path]:
-    how = chosen.recipe.allocation
-    if how is None or how.weight != "logits":
-        return {}
-    return logits_tables(work, record, layers, chosen.stages, JOINED, reporter)
-
-
 def _losses(work: WorkDirectory, layer: int, stages: Mapping[Version, str]) -> Path:
     """The file of a layer's losses at these versions. Writes a joined file where several stages hold the losses."""
     from safetensors import safe_open
@@ -287,13 +280,6 @@ def _config(checkpoint: Path, separate: bool, writer: BundleWriter) -> None:
     for name in companions(checkpoint):
         writer.path(name).write_bytes((checkpoint / name).read_bytes())
         writer.add(name)
-
-
-def _keep_released(record: RunRecord, writer: BundleWriter, chosen: Chosen, dense: Sequence[DenseMatrix]) -> None:
-    exact = lossless(tuple(chosen.stages))
-    dense_exact = lossless(tuple(chosen.dense))
-    own = {m.module: dense_exact for m in dense} if dense_exact else {}
-    keep_released(Path(record["checkpoint"]), writer, exact, own, record["model"].get("mtp") == "keep")
 
 
 def made_by(tables: CalibrationTables) -> dict[str, dict[str, int]]:

@@ -163,4 +163,4 @@ def workers(device: torch.device, need: int) -> int:
 
 
 def _size(size: int, up: bool = False) -> str:
-    return f"{-(-size // MIB) if up else size // MIB:,}MiB".replace(",", "")
+    return f"{-(-size // MIB) if up else size // MIB}MiB"

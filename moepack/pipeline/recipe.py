@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 NATIVE = "native"  # in a recipe's versions: the one that keeps the checkpoint's experts as they were released
 WEIGHTS = ("gates", "logits")
+Rules = Mapping[str, int | Sequence[object]]  # of some keys: an integer's least value, or the possible values
 
 # Without w8: experts at 8 bits are seldom worth their bytes over 4 bits.
 DEFAULT_VERSIONS = ("bf16", "w4", "w3", "w2", "w1")
@@ -193,8 +194,13 @@ def parse_recipe(text: str, where: str) -> Recipe:
         why = "it gives their down more bits" if encoding_of(min(mixed)).by_matrix else "its codes are a trellis"
         raise InputError(f"{where}: dense: {min(mixed)} is for experts alone: {why}")
     at = f"{where}: quantize"
-    rules: dict[str, int | Sequence[object]] = {"method": methods.named(), "loss_tokens": 1, "zeros": methods.ZEROS}
-    rules |= {"rotate": (0, *BLOCKS), "scale_bits": SCALE_BITS}
+    rules: Rules = {
+        "method": methods.named(),
+        "loss_tokens": 1,
+        "zeros": methods.ZEROS,
+        "rotate": (0, *BLOCKS),
+        "scale_bits": SCALE_BITS,
+    }
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
     if quantize.zeros == methods.SYMMETRIC and quantize.method in methods.ASYMMETRIC:
         raise InputError(f"{at}.zeros: {quantize.method} makes no symmetric codes: gptq and rtn do")
@@ -322,7 +328,7 @@ def _written(document: Mapping[str, object]) -> Recipe:
 
 
 def _calibration(at: str, value: object) -> Calibration:
-    rules: dict[str, int | Sequence[object]] = {
+    rules: Rules = {
         "samples": 1,
         "length": 2,
         "batch_size": 1,
@@ -371,8 +377,8 @@ def _mapping(where: str, value: object, known: Sequence[str]) -> JsonObject:
     return value
 
 
-def _settings(where: str, value: object, kind: type, rules: Mapping[str, int | Sequence[object]]) -> JsonObject:
-    """Check and return fields of the dataclass `kind`. A rule is an integer's least value, or the possible values."""
+def _settings(where: str, value: object, kind: type, rules: Rules) -> JsonObject:
+    """Check and return fields of the dataclass `kind`."""
     given = _mapping(where, value, [f.name for f in fields(kind)])
     for key in rules.keys() & given.keys():
         rule = rules[key]
@@ -383,8 +389,7 @@ def _settings(where: str, value: object, kind: type, rules: Mapping[str, int | S
     return given
 
 
-def _names(where: str, value: object, known: Sequence[str] = ()) -> tuple[str, ...]:
-    known = known or version_names()
+def _names(where: str, value: object, known: Sequence[str]) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
         raise InputError(f"{where}: must be a list of names")
     for v in value:
@@ -407,7 +412,6 @@ def _number(where: str, value: object, low: float, high: float) -> float:
     return value
 
 
-def _integer(where: str, value: object, low: int) -> int:
+def _integer(where: str, value: object, low: int) -> None:
     if type(value) is not int or not low <= value < 1 << 31:
         raise InputError(f"{where}: {value!r} is not an integer of at least {low}")
-    return value

@@ -340,7 +340,7 @@ class LayerWalk:
             settings = batch_settings(self._recipe)
             observed = observation_digest(observation)
             for some in expert_batches(layer, settings):
-                batch = ExpertBatchTask(checkpoint, part, some, self._recipe.version_specs(), settings, device)
+                batch = ExpertBatchTask(checkpoint, self._recipe.version_specs(), device, part, some, settings)
                 tasks[batch.address(observed)] = batch
         if not tasks:
             self._work.mark(self._stage, part, {})

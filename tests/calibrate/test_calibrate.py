@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from passes import begun, through
 from support import ids as token_ids
 from transformers import AutoModelForCausalLM
 
+from moepack.calibrate import statistics
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import finish, hidden
-from moepack.calibrate.forward import CalibrationPass, Observation
+from moepack.calibrate.forward import Observation
 from moepack.calibrate.gather import LayerTokens, expert_tokens, gather_batch
-from moepack.calibrate.statistics import routing_statistics
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.spec import Version
 from moepack.quantize import crossfit, expert_batch
@@ -27,17 +28,9 @@ def stream(demo_model):
 def test_pass_is_the_models_own_forward(demo_model, stream):
     """Layer by layer gives the same hidden states, to the bit, and the routers' own choices."""
     ids = token_ids(64, 0, 5)
-    walk = CalibrationPass(stream, ids, batch_size=2, dtype=torch.float32)  # 2 + 2 + 1: two batch sizes
-    stream.load(None)
-    stream.to_compute(None, torch.float32)
-    walk.start()
+    walk = begun(stream, ids, 2)  # 2 + 2 + 1: two batch sizes
     stream.free(None)
-    observations = []
-    for i in range(len(stream.layers)):
-        stream.load(i)
-        stream.to_compute(i, torch.float32)
-        observations.append(walk.run_layer(i))
-        stream.free(i)
+    observations = through(walk, stream, range(len(stream.layers)))
     assert all(p.is_meta for p in stream.model.parameters())
     model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     with torch.inference_mode():
@@ -59,9 +52,12 @@ def make_observation(tokens=64, length=16, experts=8, top_k=2, hidden=16):
     return Observation(torch.randn(tokens, hidden, generator=g), chosen, gates, length)
 
 
-def test_statistics_count_what_they_say():
+@pytest.mark.parametrize("at_once", [1 << 14, 12])
+def test_statistics_count_what_they_say(at_once, monkeypatch):
+    """Of all windows at once, or of one at a time in parts."""
+    monkeypatch.setattr(statistics, "_AT_ONCE", at_once)
     o = make_observation()
-    s = routing_statistics(o, 8)
+    s = statistics.routing_statistics(o, 8)
     for e in range(8):
         hit = o.experts == e
         assert s["tokens"][e] == hit.sum()
@@ -127,9 +123,8 @@ def output(module, x, weights):
     return finish(module, hidden(module, x, weights[0], None), weights[1], None)
 
 
-@pytest.mark.parametrize("bits", [4, 3, 2, 1])
-def test_experts_with_few_tokens_are_no_worse_than_rounding(stream, bits):
-    """With 0, 3, 32, 128 or 512 tokens, on unseen tokens (2 % tolerance)."""
+def test_experts_with_few_tokens_are_no_worse_than_rounding(stream):
+    """At 4 to 1 bits, with 0, 3, 32, 128 or 512 tokens, on unseen tokens (2 % tolerance)."""
     experts = stream.experts(3, range(16))
     g = torch.Generator().manual_seed(0)
     mix = torch.randn(128, 128, generator=g) * 0.1
@@ -138,17 +133,18 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream, bits):
     for expert, count in enumerate((0, 3, 32, 128, 512)):
         chosen[torch.arange(count) * 11 + expert, 0] = expert
     observation = Observation(x, chosen, torch.rand(6000, 2, generator=g), 100)
-    version, module = Version.of(f"w{bits}", 64), stream.experts_module(3)
-    made = {m: quantised(stream, 3, experts, observation, Settings(m, (version,))) for m in ("gptq", "rtn")}
+    versions, module = tuple(Version.of(f"w{bits}", 64) for bits in (4, 3, 2, 1)), stream.experts_module(3)
+    made = {m: quantised(stream, 3, experts, observation, Settings(m, versions)) for m in ("gptq", "rtn")}
     unseen = torch.randn(2000, 128, generator=g) @ mix
     for expert in range(5):
         exact = output(module, unseen, [experts.matrix(expert, m).float() for m in range(2)])
-        error = {}
-        for method, rows in made.items():
-            item = rows[expert][0]
-            got = output(module, unseen, [dequantise(q, version)[item.index] for q in item.quantised])
-            error[method] = loss(exact, got, torch.ones(2000)).relative
-        assert error["gptq"] <= 1.02 * error["rtn"], (expert, error)
+        for v, version in enumerate(versions):
+            error = {}
+            for method, rows in made.items():
+                item = rows[expert][v]
+                got = output(module, unseen, [dequantise(q, version)[item.index] for q in item.quantised])
+                error[method] = loss(exact, got, torch.ones(2000)).relative
+            assert error["gptq"] <= 1.02 * error["rtn"], (version.name, expert, error)
 
 
 def test_what_moments_are_made_of(stream):

@@ -1,24 +1,20 @@
 """Checkpoints stored as block FP8 and MXFP4: decoded as their authors do, and what "lossless" then means."""
 
 import json
-import shutil
-from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
 from released import decoded, same
+from released_kinds import KINDS
 from safetensors.torch import load_file, save_file
-from support import Notes, build_from
+from support import Notes, build_from, edit_config, edit_tensors
 from support import ids as token_ids
 
 import moepack
-from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.export import export_checkpoint
-from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
 
@@ -27,15 +23,10 @@ versions: [bf16, w4]
 quantize: {method: rtn, group_size: 32, loss_tokens: 64}
 calibration: {samples: 4, length: 64, batch_size: 2}
 """
-BLOCK = 32  # so that the tiny matrices of 48 rows end in half a block
-SCALES = "_scale_inv"
-
-
-# transformers takes seconds to import these modules, which no process should spend that only collects tests.
 
 
 def loaded(path):
-    """The model at `path`, by transformers alone."""
+    """The model at `path`, by transformers alone, whose import takes seconds that collecting tests should not."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -48,33 +39,6 @@ def by_transformers(blocks, scales):
     return convert_moe_packed_tensors(blocks, scales)
 
 
-def block_ranges(size, block):
-    return [slice(i, min(i + block, size)) for i in range(0, size, block)]
-
-
-def to_fp8(weight, block):
-    """Codes, scales, and the value they stand for, block by block."""
-    rows, cols = block_ranges(weight.shape[0], block), block_ranges(weight.shape[1], block)
-    codes = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(len(rows), len(cols))
-    value = torch.empty(weight.shape, dtype=torch.bfloat16)
-    for i, r in enumerate(rows):
-        for j, c in enumerate(cols):
-            part = weight[r, c].float()
-            scales[i, j] = part.abs().max() / 448
-            codes[r, c] = (part / scales[i, j]).to(torch.float8_e4m3fn)
-            value[r, c] = (codes[r, c].float() * scales[i, j]).to(torch.bfloat16)
-    return codes, scales, value
-
-
-def rewrite(path, tensors, quantization):
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    if quantization is not None:
-        config["quantization_config"] = quantization
-    (path / "config.json").write_text(json.dumps(config))
-
-
 def both(path, tokenizer, family, quantization, encode):
     """A checkpoint with encoded tensors, and the same model in BF16."""
     coded, plain = (tiny_models.save_tiny(family, path / name, tokenizer) for name in ("coded", "bf16"))
@@ -82,22 +46,33 @@ def both(path, tokenizer, family, quantization, encode):
     for name, tensor in load_file(plain / "model.safetensors").items():
         made, values[name] = encode(name, tensor)
         stored |= made
-    rewrite(coded, stored, quantization)
-    rewrite(plain, values, None)
+    save_file(stored, coded / "model.safetensors", {"format": "pt"})
+    save_file(values, plain / "model.safetensors", {"format": "pt"})
+    edit_config(coded, quantization_config=quantization)
     return coded, plain
 
 
 def fp8_checkpoint(path, tokenizer):
-    """A DeepSeek-V3 in block FP8, dense projections and all, and the same model in BF16."""
+    """A DeepSeek-V3 in block FP8, dense projections, a layer for multi-token prediction and all; the same in BF16."""
+    kind, rng = KINDS["fp8 blocks"], np.random.default_rng(0)  # the tiny matrices of 48 rows end in half a block
 
     def encode(name, tensor):
         if not (name.endswith("_proj.weight") or ("_proj" in name and "self_attn" in name and tensor.ndim == 2)):
             return {name: tensor}, tensor
-        codes, scales, value = to_fp8(tensor, BLOCK)
-        return {name: codes, name + SCALES: scales}, value
+        made, value = kind.make(rng, *tensor.shape)
+        return {f"{name.removesuffix('weight')}{n}": t for n, t in made.items()}, torch.from_numpy(value).bfloat16()
 
-    scheme = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-    return both(path, tokenizer, "deepseek_v3", scheme, encode)
+    coded, plain = both(path, tokenizer, "deepseek_v3", kind.quantization, encode)
+    last = json.loads((coded / "config.json").read_text())["num_hidden_layers"]
+
+    def one_layer_more(tensors):
+        of = f"layers.{last - 1}."
+        tensors |= {n.replace(of, f"layers.{last}."): t.clone() for n, t in tensors.items() if of in n}
+        tensors[f"model.layers.{last}.enorm.weight"] = torch.ones(64, dtype=torch.bfloat16)
+
+    for checkpoint in (coded, plain):
+        edit_tensors(checkpoint, one_layer_more)
+    return coded, plain
 
 
 def mxfp4_checkpoint(path, tokenizer):
@@ -125,9 +100,13 @@ def mxfp4_checkpoint(path, tokenizer):
 def test_a_bundle_of_it_is_the_decoded_model(make, dtype, said, demo_model, text, tmp_path):
     coded, plain = make(tmp_path, demo_model)
     notes = Notes()
-    build_from(RECIPE, coded, tmp_path / "bundle", [text], reporter=notes)
+    build_from(RECIPE + "mtp: keep\n", coded, tmp_path / "bundle", [text], reporter=notes)
     assert verify(tmp_path / "bundle", coded) == []
-    assert verify(tmp_path / "bundle", plain) == []  # every dense tensor and every expert, bit for bit
+    assert verify(tmp_path / "bundle", plain) == []  # every dense tensor, every expert and MTP, bit for bit
+    before, after = (load_file(path / "model.safetensors") for path in (plain, tmp_path / "bundle"))
+    mtp = {n: t for n, t in before.items() if "layers.3." in n}
+    assert bool(mtp) == (dtype == "F8_E4M3") and all(same(after[n], t) for n, t in mtp.items())
+    assert not any("scale" in n for n in after)
     assert open_bundle(tmp_path / "bundle").manifest.model["expert_dtype"] == dtype
     assert any(said in n for n in notes.notes) and inspect(tmp_path / "bundle")["expert_dtype"] == dtype
     assert not any("no place in the model" in n for n in notes.notes)  # scales are not left over
@@ -190,35 +169,3 @@ def test_mxfp4_agrees_with_transformers():
     assert got.shape == want.shape == (4, 224, 16) and torch.equal(got, want)
     exact = mxfp4(blocks, scales).double()
     assert set((exact / 2.0 ** exact.abs().log2().floor()).abs().nan_to_num(0).unique().tolist()) == {0.0, 1.0, 1.5}
-
-
-@pytest.mark.parametrize("quantization", [{"quant_method": "hqq", "bits": 4}, {"bits": 4}, "strange"], ids=str)
-def test_other_methods_are_refused(quantization, demo_model, tmp_path):
-    checkpoint = Path(shutil.copytree(demo_model, tmp_path / "checkpoint"))
-    rewrite(checkpoint, load_file(checkpoint / "model.safetensors"), quantization)
-    with pytest.raises(InputError, match="is already quantised") as error:
-        open_checkpoint(checkpoint)
-    assert "\n" not in str(error.value) and "moepack reads fp8, " in str(error.value)
-
-
-def test_layers_for_multi_token_prediction_are_decoded(demo_model, text, tmp_path):
-    """DeepSeek-V3 stores them in FP8 as well: kept, they are what the same model in BF16 has, and no scale is left."""
-    coded, plain = fp8_checkpoint(tmp_path, demo_model)
-    last = json.loads((coded / "config.json").read_text())["num_hidden_layers"]
-    for path in (coded, plain):
-        tensors = load_file(path / "model.safetensors")
-        of = f"layers.{last - 1}."
-        extra = {n.replace(of, f"layers.{last}."): t.clone() for n, t in tensors.items() if of in n}
-        extra[f"model.layers.{last}.enorm.weight"] = torch.ones(64, dtype=torch.bfloat16)
-        save_file(tensors | extra, path / "model.safetensors", {"format": "pt"})
-    recipe = parse_recipe(RECIPE + "mtp: keep\n", "test")
-    kept = []
-    for path in (coded, plain):
-        bundle = tmp_path / f"{path.name}-bundle"
-        build(path, bundle, recipe, [text])
-        assert verify(bundle, path) == []
-        kept.append({n: t for n, t in load_file(bundle / "model.safetensors").items() if f"layers.{last}." in n})
-    ours, theirs = kept
-    assert ours.keys() == theirs.keys() and any("experts" in n for n in ours)
-    assert not any(n.endswith(SCALES) for n in ours)
-    assert all(t.dtype == theirs[n].dtype and torch.equal(t, theirs[n]) for n, t in ours.items())

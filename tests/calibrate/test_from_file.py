@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
+from passes import begun
 
 from moepack.calibrate import products, skeleton
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import parameter_names
-from moepack.calibrate.forward import CalibrationPass
 from moepack.calibrate.held import empty, is_mapped
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
@@ -21,10 +21,7 @@ def walked(path, dtype, experts_in, windows=3):
     model = StreamedModel(open_checkpoint(path))
     model.experts_in = experts_in
     ids = torch.randint(1, 200, (windows, 32), generator=torch.Generator().manual_seed(0))
-    walk = CalibrationPass(model, ids, 2, dtype)
-    model.load(None)
-    model.to_compute(None, dtype)
-    walk.start()
+    walk = begun(model, ids, 2, dtype)
     model.free(None)
     seen, weights = [], []
     for i in range(len(model.layers)):
@@ -100,9 +97,7 @@ def test_few_experts_are_in_memory(demo_model, tmp_path, monkeypatch):
     monkeypatch.setattr(skeleton, "AT_ONCE", 24 << 20)
     model = StreamedModel(open_checkpoint(path))
     model.experts_in = tmp_path
-    walk = CalibrationPass(model, torch.arange(1, 129).view(2, 64), 2, torch.bfloat16)
-    model.load(None)
-    walk.start()
+    walk = begun(model, torch.arange(1, 129).view(2, 64), 2, torch.bfloat16)
     model.load(0)
     walk.run_layer(0)  # with what torch loads and keeps for its first product
     grown = []

@@ -1,15 +1,16 @@
 """Released formats: read code for code and scale for scale, decoded, and written back byte for byte."""
 
-import json
 import re
 from copy import deepcopy
 
 import pytest
 import tiny_models
 import torch
+from native_checkpoints import released
 from released import decoded, found, round_trip, same
 from released_kinds import KINDS, weight
 from safetensors.torch import load_file, save_file
+from support import edit_config, edit_tensors
 
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.stream import StreamedModel
@@ -20,31 +21,26 @@ MODULE = "m.experts.0.up_proj"
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_weight_is_its_codes_and_scales(kind):
-    """Its value is that computed apart, its tensors are restored, and nothing of it is left unnamed."""
-    own = KINDS[kind]
-    tensors, value = weight(kind, 48, 128)
-    (encoded,) = found(own.quantization, tensors, **own.config).values()
-    assert (encoded.version, encoded.group, encoded.shape) == (own.version, own.group, (48, 128))
-    assert set(encoded.leftovers) == {f"{MODULE}.{n}" for n in own.leftovers}
-    assert set(encoded.names) == set(tensors)
-    got = decoded(own.quantization, tensors, **own.config)
-    assert list(got) == [f"{MODULE}.weight"] and same(got[f"{MODULE}.weight"], value)
-    codes = encoded.codes(tensors.__getitem__)
-    assert codes.dtype == torch.uint8 and codes.shape == (48, 128) and int(codes.max()) < 1 << encoded.bits
-    scale = encoded.scale(tensors.__getitem__)
-    wanted = torch.uint16 if "int" in own.version else torch.float32 if own.version == "fp8" else torch.uint8
-    assert scale.dtype == wanted and scale.shape == (48, -(-128 // own.group) if own.group else 1)
+    """Its value is that computed apart, its tensors are restored, and nothing of it is left unnamed.
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_of_any_shape(kind):
-    """One row, rows that end within a word or a block, one group, and where a format allows it less than one."""
+    Of one row, rows that end within a word or a block, one group, and where a format allows it less than one.
+    """
     own = KINDS[kind]
     least = 8 if own.quantization["quant_method"] in ("fp8", "gptq", "awq") and own.version[:2] != "mx" else 32
-    for rows, cols in ((1, 32), (8, 32), (20, 96), (33, least), (1, least)):
+    for rows, cols in ((48, 128), (1, 32), (8, 32), (20, 96), (33, least), (1, least)):
         rows = -(-rows // 8) * 8 if kind == "awq" else rows  # its words hold 8 rows
         tensors, value = weight(kind, rows, cols)
-        assert same(decoded(own.quantization, tensors, **own.config)[f"{MODULE}.weight"], value), (rows, cols)
+        (encoded,) = found(own.quantization, tensors, **own.config).values()
+        assert (encoded.version, encoded.group, encoded.shape) == (own.version, own.group, (rows, cols))
+        assert set(encoded.leftovers) == {f"{MODULE}.{n}" for n in own.leftovers}
+        assert set(encoded.names) == set(tensors)
+        codes = encoded.codes(tensors.__getitem__)
+        assert codes.dtype == torch.uint8 and codes.shape == (rows, cols) and int(codes.max()) < 1 << encoded.bits
+        scale = encoded.scale(tensors.__getitem__)
+        wanted = torch.uint16 if "int" in own.version else torch.float32 if own.version == "fp8" else torch.uint8
+        assert scale.dtype == wanted and scale.shape == (rows, -(-cols // own.group) if own.group else 1)
+        got = decoded(own.quantization, tensors, **own.config)
+        assert list(got) == [f"{MODULE}.weight"] and same(got[f"{MODULE}.weight"], value), (rows, cols)
 
 
 def test_a_block_larger_than_the_matrix():
@@ -72,33 +68,18 @@ def plain(tmp_path_factory):
     return tiny_models.save_tiny("qwen3_moe", path, **small)
 
 
-def checkpoint(plain, path, kind, dense=True):
-    """Save the model with its experts, and attention if `dense`, in a format; return what is stored and the values."""
-    own, stored, values = KINDS[kind], {}, {}
-    for seed, (name, tensor) in enumerate(load_file(plain / "model.safetensors").items()):
-        if name.endswith("_proj.weight") and (dense or ".experts." in name):
-            made, values[name] = weight(kind, *tensor.shape, name.removesuffix(".weight"), seed)
-            stored |= made
-        else:
-            stored[name] = values[name] = tensor
-    config = json.loads((plain / "config.json").read_text())
-    path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({**config, **own.config, "quantization_config": own.quantization}))
-    save_file(stored, path / "model.safetensors", {"format": "pt"})
-    return stored, values
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_read_and_written_back(kind, plain, tmp_path):
-    _, values = checkpoint(plain, tmp_path, kind, dense=kind != "deepseek mxfp4")
-    stream = round_trip(tmp_path)
+    path = tmp_path / "c"
+    values = released(plain, path, kind, None if kind == "deepseek mxfp4" else KINDS[kind].make)
+    stream = round_trip(path)
     assert not stream.unused  # no scale is taken for a tensor without a place
     loaded = stream.load(0)
     for name in ("q_proj", "o_proj"):
         key = f"model.layers.0.self_attn.{name}.weight"
-        assert same(loaded[key], values[key])
+        assert same(loaded[key], values[key].bfloat16())
     experts = "model.layers.0.mlp.experts"
-    want = torch.stack([values[f"{experts}.{e}.up_proj.weight"] for e in range(4)])
+    want = torch.stack([values[f"{experts}.{e}.up_proj.weight"].bfloat16() for e in range(4)])
     assert same(loaded[f"{experts}.gate_up_proj"][:, 64:], want)
 
 
@@ -112,35 +93,29 @@ def test_experts_in_one_tensor_are_read_some_at_a_time(kind, tmp_path):
             stored |= {n: torch.stack([p[n] for p in parts]) for n in parts[0]}
         else:
             stored[name] = tensor
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | own.config | {"quantization_config": own.quantization}))
+    edit_config(tmp_path, **own.config, quantization_config=own.quantization)
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     assert round_trip(tmp_path).native.released
 
 
 def test_groups_of_modules_have_their_own_format(plain, tmp_path):
     """Experts in INT4 and attention in FP8, as Kimi's; the router, in `ignore`, stays as it is."""
-    stored, _ = checkpoint(plain, tmp_path, "int4", dense=False)
-    for seed, name in enumerate([n for n in stored if "self_attn" in n and n.endswith("_proj.weight")]):
-        stored |= weight("ct fp8 rows", *stored[name].shape, name.removesuffix(".weight"), seed)[0]
-    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
+    path = tmp_path / "c"
+    released(plain, path, "int4", KINDS["ct fp8 rows"].make)
     experts = deepcopy(KINDS["int4"].quantization["config_groups"]["group_0"])
     attention = deepcopy(KINDS["ct fp8 rows"].quantization["config_groups"]["group_0"])
     experts["targets"], attention["targets"] = [r"re:.*mlp\.experts\.\d+\..*"], ["re:.*self_attn.*"]
-    config["quantization_config"] |= {
-        "format": "mixed-precision", "ignore": ["re:.*gate$", "lm_head"],
-        "config_groups": {"group_0": attention, "group_1": experts},
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    stream = round_trip(tmp_path)
+    groups = {"config_groups": {"group_0": attention, "group_1": experts}, "ignore": ["re:.*gate$", "lm_head"]}
+    quantization = {**KINDS["int4"].quantization, "format": "mixed-precision", **groups}
+    edit_config(path, quantization_config=quantization)
+    stream = round_trip(path)
     assert {e.version for n, e in stream.checkpoint.encoded.items() if "experts" in n} == {"int4"}
     assert {e.version for n, e in stream.checkpoint.encoded.items() if "self_attn" in n} == {"fp8"}
     assert stream.native_dense("model.layers.0.mlp.gate") is None
     attention["targets"] = ["re:.*nothing"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(path, quantization_config=quantization)
     with pytest.raises(InputError, match=r"self_attn.*no target of config.json's config_groups names it"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind", [k for k, own in KINDS.items() if own.quantization["quant_method"][0] == "c"])
@@ -161,35 +136,21 @@ def test_compressed_tensors_decodes_the_same(kind):
         assert same(got.to(torch.bfloat16), value)
 
 
+def edit(name, change):
+    def edited(tensors, quantization):
+        tensors[f"{MODULE}.{name}"] = change(tensors[f"{MODULE}.{name}"].clone())
+
+    return edited
+
+
 def put(name, at, value):
-    """Set the bits of an element, given as an integer, or its value."""
+    """Set the bits of an element."""
 
-    def change(tensors, quantization):
-        flat = tensors[f"{MODULE}.{name}"].clone()
-        tensors[f"{MODULE}.{name}"] = flat
-        (flat.view(torch.uint8) if isinstance(value, int) else flat).view(-1)[at] = value
+    def change(tensor):
+        tensor.view(torch.uint8).view(-1)[at] = value
+        return tensor
 
-    return change
-
-
-def drop(name):
-    return lambda tensors, quantization: tensors.pop(f"{MODULE}.{name}")
-
-
-def take(name, part):
-    """Keep some of the rows."""
-
-    def change(tensors, quantization):
-        tensors[f"{MODULE}.{name}"] = tensors[f"{MODULE}.{name}"][part].contiguous()
-
-    return change
-
-
-def cast(name, dtype):
-    def change(tensors, quantization):
-        tensors[f"{MODULE}.{name}"] = tensors[f"{MODULE}.{name}"].to(dtype)
-
-    return change
+    return edit(name, change)
 
 
 def say(**more):
@@ -205,39 +166,27 @@ def add(name, tensor):
 
 
 BROKEN = {
-    "no scales": ("fp8 tensor", drop("weight_scale_inv"), "has no .*weight_scale_inv"),
     "two scales": ("fp8 tensor", add("weight_scale", torch.ones(())), "has both .*weight_scale_inv and"),
     "a block of nothing": ("fp8 blocks", say(weight_block_size=[0, 32]), r"weight_block_size \[0, 32\]"),
     "a code that is NaN": ("fp8 blocks", put("weight", 5, 0x7F), r"weight\[\d+, \d+\] is a code that is NaN"),
     "an infinite scale": (
         "fp8 rows",
-        put("weight_scale", 3, float("inf")),
-        r"weight_scale\[\d+, \d+\] is a scale that is NaN",
-    ),
-    "an E8M0 that is NaN": (
-        "ct mxfp4",
-        put("weight_scale", 3, 0xFF),
-        r"weight_scale\[\d+, \d+\] is a scale that is NaN",
-    ),
-    "an E8M0 of 2^100": ("ct mxfp4", put("weight_scale", 3, 227), r"weight_scale has a scale of 2\^100 or more"),
-    "an outer scale that is infinite": (
-        "modelopt nvfp4",
-        put("weight_scale_2", 0, float("inf")),
-        r"weight_scale_2\[0, 0\] is",
+        edit("weight_scale", lambda t: t.fill_(torch.inf)),
+        r"weight_scale\[0, 0\] is a scale that is NaN or inf",
     ),
     "a divisor of 0": (
         "ct nvfp4",
-        put("weight_global_scale", 0, 0.0),
-        r"weight_global_scale\[0, 0\] is NaN, infinite or no",
+        edit("weight_global_scale", torch.zeros_like),
+        r"weight_global_scale\[0, 0\] is NaN, inf",
     ),
+    "an E8M0 of 2^100": ("ct mxfp4", put("weight_scale", 3, 227), r"weight_scale has a scale of 2\^100 or more"),
     "no experts in fp4": ("fp8 blocks", say(expert_dtype="fp4"), "expert_dtype fp4, but no tensor of an expert"),
     "nothing quantised": ("fp8 blocks", lambda t, q: t.clear(), "no tensor is stored so"),
     "a fused weight also plain": ("int4", add("weight", torch.ones(2, 2)), "weight is stored twice"),
-    "a vector of codes": ("fp8 tensor", take("weight", 0), r"\[128\]; codes have 2"),
+    "a vector of codes": ("fp8 tensor", edit("weight", lambda t: t[0]), r"\[128\]; codes have 2"),
     "no group": ("int4", weights(group_size=0), "says group_size 0"),
     "other groups": ("int4", weights(group_size=64), "needs? I32 of 32 words"),
     "5 bits": ("int4", weights(num_bits=5), "says num_bits 5: moepack reads 4, 8"),
-    "no zero points": ("int4 zeros", drop("weight_zero_point"), "has no .*weight_zero_point"),
     "zero points of symmetric codes": ("int4 zeros", weights(symmetric=True), "zero_point is stored, but .* symmetric"),
     "no order": ("int4", weights(actorder="group"), "has no .*weight_g_idx, which actorder group needs"),
     "an order": ("int4", add("weight_g_idx", torch.arange(128).flip(0) // 32), "weight_g_idx orders columns"),
@@ -251,7 +200,7 @@ BROKEN = {
         "not a valid regular expression",
     ),
     "not compressed": ("int4", say(quantization_status="frozen"), "says quantization_status 'frozen'"),
-    "integers that are floats": ("int8 signed", cast("weight", torch.float8_e4m3fn), "8-bit integers"),
+    "integers that are floats": ("int8 signed", edit("weight", lambda t: t.to(torch.float8_e4m3fn)), "8-bit integers"),
     "a block structure of one number": ("ct fp8 blocks", weights(block_structure=[32]), r"block_structure \[32\]"),
     "NVFP4 in groups of 32": ("ct nvfp4", weights(group_size=32), "says group_size 32: moepack reads 16"),
     "ModelOpt's other algorithm": ("modelopt nvfp4", say(quant_algo="MXFP8"), "stored as nvfp4, but .* MXFP8"),
@@ -286,25 +235,29 @@ def test_scales_that_are_missing_or_wrong_are_refused_by_name(kind):
     parts = [p for p in (encoded.scale_in, encoded.outer_in, encoded.zeros_in) if p is not None]
     for name, scale in ((p.name, tensors[p.name]) for p in parts):
         nothing = torch.full((scale.nbytes,), 0xFF, dtype=torch.uint8).view(scale.dtype).reshape(scale.shape)
-        bad = [None, torch.zeros(scale.shape, dtype=torch.float64), nothing.new_empty(3, 5)]
-        for other in bad if scale.dtype == torch.int32 else [*bad, nothing]:
+        bad = {
+            rf"{MODULE}\.\w+ has no {MODULE}\.\w+: the checkpoint is not complete|no tensor is stored so": None,
+            rf"{name} is F64 .* needs ": torch.zeros(scale.shape, dtype=torch.float64),
+            rf"{MODULE}\.\w+ is \w+ \[.* needs? ": nothing.new_empty(3, 5),
+        }
+        if scale.dtype != torch.int32:
+            bad[rf"{name}\[\d+, \d+\] is (a scale that is NaN or infinite|NaN, infinite or no divisor)"] = nothing
+        for words, other in bad.items():
             broken = {n: x for n, x in tensors.items() if n != name} | ({} if other is None else {name: other})
-            with pytest.raises(InputError) as error:
+            with pytest.raises(InputError, match=words) as error:
                 decoded(own.quantization, broken, **own.config)
-            said = str(error.value)
-            assert "\n" not in said and (f"{MODULE}." in said or "no tensor is stored" in said), said
+            assert "\n" not in str(error.value)
 
 
 def test_codes_that_are_no_numbers_are_refused_by_name(plain, tmp_path):
-    stored, _ = checkpoint(plain, tmp_path, "fp8 blocks")
+    released(plain, path := tmp_path / "c", "fp8 blocks")
     name = "model.layers.0.mlp.experts.3.up_proj.weight"
-    stored[name].view(torch.uint8)[5, 6] = 0xFF
-    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    stream = StreamedModel(open_checkpoint(tmp_path))
+    edit_tensors(path, lambda t: t[name].view(torch.uint8)[5, 6].fill_(0xFF))
+    stream = StreamedModel(open_checkpoint(path))
     for act in (lambda: stream.native_experts(0, range(4)), lambda: stream.load(0)):
         with pytest.raises(InputError, match=rf"{name}\[5, 6\] is a code that is NaN") as error:
             act()
-        assert str(error.value).startswith(str(tmp_path))
+        assert str(error.value).startswith(str(path))
 
 
 BY_GROUPS = {
@@ -324,15 +277,24 @@ SEVERAL = {  # the experts' format, that of one, what else to say
 def test_experts_in_several_encodings_are_refused(case, plain, tmp_path):
     """By the name of a weight of each, before one is read."""
     kind, other, says, word = SEVERAL[case]
-    stored, _ = checkpoint(plain, tmp_path, kind, dense=False)
+    released(plain, path := tmp_path / "c", kind)
     module = "model.layers.0.mlp.experts.3.up_proj"
-    stored = {n: x for n, x in stored.items() if not n.startswith(f"{module}.")}
-    made = weight(other, 64, 64, module)[0]
-    stored |= {n: x.bfloat16() if x.dtype == torch.float16 else x for n, x in made.items()}
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] |= says
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def change(tensors):
+        for name in [n for n in tensors if n.startswith(f"{module}.")]:
+            del tensors[name]
+        made = weight(other, 64, 64, module)[0]
+        tensors |= {n: x.bfloat16() if x.dtype == torch.float16 else x for n, x in made.items()}
+
+    edit_tensors(path, change)
+    edit_config(path, quantization_config={**KINDS[kind].quantization, **says})
     word = word.format(f"{module}.weight", "model.layers.0.mlp.experts.0.gate_proj.weight")
     with pytest.raises(InputError, match=re.escape(word)):
-        _ = StreamedModel(open_checkpoint(tmp_path)).native
+        _ = StreamedModel(open_checkpoint(path)).native
+
+
+@pytest.mark.parametrize("quantization", [{"quant_method": "hqq", "bits": 4}, {"bits": 4}, "strange"], ids=str)
+def test_other_methods_are_refused(quantization):
+    with pytest.raises(InputError, match=r"^here: is already quantised .* moepack reads fp8, ") as error:
+        found(quantization, {})
+    assert "\n" not in str(error.value)

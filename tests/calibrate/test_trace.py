@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from passes import begun, through
 from support import ids as token_ids
 
 from benchmarks import families
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.dense import dense_matrices, watch_part
-from moepack.calibrate.forward import CalibrationPass
 from moepack.calibrate.stream import StreamedModel
 from moepack.calibrate.trace import Recording, ReturnsMore, Unsupported
 from moepack.pack.errors import InputError
@@ -17,20 +17,7 @@ PASSING = ("mistral_large4", "inkling2_text")
 
 
 def a_pass(checkpoint):
-    ids = token_ids(24, 2, 3)
-    stream = StreamedModel(open_checkpoint(checkpoint))
-    stream.load(None)
-    stream.to_compute(None, torch.float32)
-    walk = CalibrationPass(stream, ids, 2, torch.float32)  # 2 + 1: two batch sizes
-    walk.start()
-    return walk
-
-
-def through(walk, layers):
-    for i in layers:
-        walk._stream.load(i)
-        walk._stream.to_compute(i, torch.float32)
-        walk.run_layer(i)
+    return begun(StreamedModel(open_checkpoint(checkpoint)), token_ids(24, 2, 3), 2)  # 2 + 1: two batch sizes
 
 
 def head(walk):
@@ -48,7 +35,7 @@ def test_a_pass_taken_up_again(name, demo_model, tmp_path):
     whole = a_pass(tmp_path / "checkpoint")
     kept = [{n: x.clone() for n, x in whole.kept().items()}]
     for i in range(4):
-        through(whole, range(i, i + 1))
+        through(whole, whole._stream, [i])
         kept.append({n: x.clone() for n, x in whole.kept().items()})
     want, read = whole.kept(), head(whole)
     assert max(map(len, kept)) > 2  # more than two batches' hidden states
@@ -63,7 +50,7 @@ def test_a_pass_taken_up_again(name, demo_model, tmp_path):
     for i in (1, 2, 3, 4):
         again = a_pass(tmp_path / "checkpoint")
         again.restore(sorted(kept[i].items()))
-        through(again, range(i, 4))
+        through(again, again._stream, range(i, 4))
         now = again.kept()
         assert now.keys() == want.keys() and all(torch.equal(now[n], x) for n, x in want.items())
         assert torch.equal(head(again), read)

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from passes import begun, through
+from safetensors.torch import load_file
+from support import edit_tensors
 from support import ids as token_ids
 
 from benchmarks import families
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.experts import is_experts_module
-from moepack.calibrate.forward import CalibrationPass
 from moepack.calibrate.stream import StreamedModel
 from moepack.families.layouts import adapt
 from moepack.families.model_class import auto_class, model_of
@@ -33,7 +34,7 @@ def kinds(model):
     return [type(m).__name__ for m in model.modules() if is_experts_module(m)]
 
 
-@pytest.mark.parametrize("name", ["step3p7", "dbrx", "longcat_flash", "ernie4_5_vl_moe"])
+@pytest.mark.parametrize("name", ["step3p7", "dbrx", "longcat_flash", "ernie4_5_vl_moe", "llama4_text"])
 def test_an_adapted_model_gives_what_its_own_code_gives(name):
     """Step-3.7 clamps the last layer at 0.05; of LongCat's choices some are of experts without weights."""
     model = plain_model(name)
@@ -71,8 +72,7 @@ def test_longcat_checkpoints_with_and_without_rows_of_no_expert(as_published, de
     odd = {n for n in tensors if any(f"experts.{e}." in n for e in range(8, 12))}
     assert len(odd) == 2 * 2 * 4
     if as_published:
-        kept = {n: x for n, x in tensors.items() if n not in odd}
-        save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+        edit_tensors(tmp_path, lambda own: [own.pop(n) for n in odd])
     stream = StreamedModel(open_checkpoint(tmp_path))
     assert {layer.experts for layer in stream.expert_layers.values()} == {8}
     got = stream.load(0)["model.layers.0.mlp.experts.gate_up_proj"]
@@ -86,12 +86,7 @@ def test_choices_of_no_expert_are_not_counted(demo_model, tmp_path):
 
     families.save(families.small("longcat_flash"), tmp_path, demo_model)
     stream = StreamedModel(open_checkpoint(tmp_path))
-    for part in (None, 0):
-        stream.load(part)
-        stream.to_compute(part, torch.float32)
-    walk = CalibrationPass(stream, IDS, 2, torch.float32)
-    walk.start()
-    seen = walk.run_layer(0)
+    (seen,) = through(begun(stream, IDS, 2), stream, [0])
     real = seen.experts < 8
     assert 0 < int(real.sum()) < real.numel() and int(seen.experts.max()) == 8
     made = routing_statistics(seen, 8)
@@ -115,14 +110,9 @@ def test_bytes_between_layers_are_bounded(name, demo_model, tmp_path):
     families.save(families.small(name), tmp_path, demo_model)
     stream = StreamedModel(open_checkpoint(tmp_path))
     hidden, beside = between_layers(stream.model.config, 24, 4)
-    stream.load(None)
-    stream.to_compute(None, torch.float32)
-    walk, most = CalibrationPass(stream, IDS, 1, torch.float32), 0
-    walk.start()
+    walk, most = begun(stream, IDS, 1), 0
     for i in range(len(stream.layers)):
-        stream.load(i)
-        stream.to_compute(i, torch.float32)
-        walk.run_layer(i)
+        through(walk, stream, [i])
         kept = walk.kept()
         assert sum(kept.pop(f"{b:06d}").nbytes for b in range(2)) == 2 * hidden
         most = max(most, sum(x.nbytes for x in kept.values()))

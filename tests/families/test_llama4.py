@@ -1,4 +1,4 @@
-"""Llama-4: its blocks give the same with experts behind the interface, a whole model is built, and a tower is kept."""
+"""Llama-4: a whole model is built and its tower kept, and what is refused; test_adapted runs its blocks."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from support import ids as token_ids
 from tiny_models import _BASE, copy_tokenizer
 
 import moepack
-from moepack.families.layouts import adapt
 from moepack.families.model_class import model_of
 from moepack.pack.errors import InputError
 
@@ -25,38 +24,9 @@ def text_config(**own):
     return Llama4TextConfig(**{**_BASE, **given, **own})
 
 
-def random_block(top_k=1):
-    from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
-
-    torch.manual_seed(0)
-    config = text_config(num_experts_per_tok=top_k)
-    block = Llama4TextMoe(config)
-    block.config = config
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.normal_(0, 0.2)
-    return block.eval()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_block_gives_what_its_own_code_gives(dtype):
-    """Inputs of experts are the same to the bit; grouped products may sum in another order."""
-    block = random_block().to(dtype)
-    x = torch.randn(2, 9, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
-    with torch.inference_mode():
-        want, logits = block(x)
-        adapt(block)
-        adapt(block)
-        got, same = block(x)
-    assert type(block).__name__ == "Moe" and torch.equal(logits, same) and got.shape == want.shape
-    near = 1e-6 if dtype == torch.float32 else 1e-2
-    assert float((got - want).float().norm() / want.float().norm()) <= near
-    assert len(set(logits.argmax(-1).tolist())) > 1  # more than one expert was asked
-
-
 def test_several_experts_a_token_are_refused():
     with pytest.raises(InputError, match="llama4_text with num_experts_per_tok 2"):
-        adapt(random_block(2))
+        model_of(text_config(num_experts_per_tok=2), dtype=torch.bfloat16)
 
 
 def test_the_whole_model_and_its_tower(demo_model, text, tmp_path):

@@ -121,7 +121,7 @@ def dense(method: str) -> dict[str, int]:
     def run(rows: int) -> dict[str, int]:
         g = torch.Generator().manual_seed(0)
         described = DenseMatrix(0, "m", Matrix("weight", rows, 1024))
-        task = RowShardTask("c", described, range(rows), versions, method, "fractional", "cpu")
+        task = RowShardTask("c", versions, "cpu", described, range(rows), method, "fractional")
         weight, x = torch.randn(rows, 1024, generator=g).bfloat16(), torch.randn(2048, 1024, generator=g)
         moments = x.T @ x / 2048
         before = grown_from()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
@@ -184,6 +185,12 @@ def edit_tensors(checkpoint: Path, change: Callable[[dict[str, Any]], object]):
     tensors = load_file(checkpoint / "model.safetensors")
     change(tensors)
     save_file(tensors, checkpoint / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(checkpoint: Path, **entries: object):
+    """Set entries of a checkpoint's config.json."""
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
 
 
 def at_once(work: Callable[[int], object], count: int):

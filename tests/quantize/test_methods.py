@@ -28,14 +28,14 @@ def absmax(tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "METHODS", (*methods.METHODS, entry))
 
 
-def test_a_new_quantiser_is_one_file_and_one_line(demo_model, text, tmp_path, absmax):
+def test_a_new_quantiser_is_one_file_and_one_line(short_model, text, tmp_path, absmax):
     """Word by word as docs/extending/quantiser.md has it."""
     (recipe,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT, re.DOTALL)
     recipe = recipe.replace("[bf16, w4, w2]", "[bf16, w4, w1]")
-    build_from(recipe, demo_model, tmp_path / "bundle", [text])
-    assert verify(tmp_path / "bundle", demo_model) == []
+    build_from(recipe, short_model, tmp_path / "bundle", [text])
+    assert verify(tmp_path / "bundle", short_model) == []
     facts = inspect(tmp_path / "bundle")
-    assert facts["methods"] == {"bf16": {"none": 64}, "w4": {"absmax": 64}, "w1": {"absmax": 64}}
+    assert facts["methods"] == {"bf16": {"none": 32}, "w4": {"absmax": 32}, "w1": {"absmax": 32}}
     assert 0 < facts["loss"]["w4"] < 0.05 < facts["loss"]["w1"] and quantisers()["absmax"] == "ready"
     weight = torch.randn(2, 4, 130, generator=torch.Generator().manual_seed(0))
     version = Version.of("w4", 64)

@@ -235,7 +235,7 @@ class DryRun:
         observation = seen(experts.layer, tokens, self._recipe.calibration.torch_dtype)
 
         def make(some: range) -> None:
-            task = ExpertBatchTask("", index, some, settings.versions, settings, device.type)
+            task = ExpertBatchTask("", settings.versions, device.type, index, some, settings)
             make_expert_batch(task, self._stream.experts_module(index), experts.select(some), observation, device)
 
         began = time.perf_counter()

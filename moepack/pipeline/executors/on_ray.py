@@ -25,7 +25,7 @@ from ..tasks.experts import ExpertBatchTask
 from ..tasks.layer import Advance, LayerInputs, LayerWork, Note, write_layer
 from ..tasks.result import THREADS
 from ..tasks.row_shards import RowShardTask
-from .worker import DirectoryProbe, SharedTensors, WorkerCheckpoint, WorkerOrder, finish_layer, run_task
+from .worker import DirectoryProbe, SharedTensors, WorkerCheckpoint, finish_layer, run_task
 
 if TYPE_CHECKING:
     import torch
@@ -124,7 +124,7 @@ class OnRay:
                 task = work.tasks[i]
                 need = needs(work.memory(i), self._gpus)
                 options = {"num_cpus": need["CPU"], "memory": need["memory"], "num_gpus": self._gpus}
-                layer.running[self._remote(run_task, options, WorkerOrder(task, work.kept[i]), layer.put[group])] = i
+                layer.running[self._remote(run_task, options, (task, work.kept[i]), layer.put[group])] = i
         self._write(layer)
         while self._full(layer.bytes):
             self._step(None)

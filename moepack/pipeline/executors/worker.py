@@ -98,12 +98,7 @@ class DirectoryProbe:
             return False
 
 
-@dataclass(frozen=True)
-class WorkerOrder:
-    """A task, and the file for its result."""
-
-    task: RowShardTask | ExpertBatchTask
-    path: Path
+WorkerOrder = tuple[RowShardTask | ExpertBatchTask, Path]  # a task, and the file for its result
 
 
 def run_task(
@@ -116,9 +111,10 @@ def run_task(
     Raises:
         InputError: when this machine does not see the driver's checkpoint.
     """
+    task, path = order
     sees = probe.seen()
-    if not (sees and order.path.exists()):
-        made = _make(order.task, source, shared)
+    if not (sees and path.exists()):
+        made = _make(task, source, shared)
         if not sees:
             from safetensors.torch import save
 
@@ -127,7 +123,7 @@ def run_task(
                 yield data[start : start + ANSWER]
             yield hashlib.sha256(data.data).hexdigest()
             return
-        save_result(made, order.path)
+        save_result(made, path)
     yield ""
 
 

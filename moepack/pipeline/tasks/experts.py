@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import Version, lossy
@@ -35,15 +35,35 @@ _HASHED = 4096  # rows hashed at once
 
 
 @dataclass(frozen=True)
-class ExpertBatchTask:
-    """An expert batch to quantise. The layer's observation (the experts' inputs in calibration) is passed apart."""
+class Task:
+    """What every task has."""
 
     checkpoint: str  # SHA-256 over the digests of the checkpoint's files
+    versions: tuple[Version, ...]
+    device: str  # the kind of device that computes, as torch names it
+
+    def digest(self, facts: JsonObject) -> str:
+        """The SHA-256 of these facts, and of those that every task has."""
+        facts |= {
+            "moepack": __version__,
+            "checkpoint": self.checkpoint,
+            "versions": [v.record() for v in self.versions],
+            "threads": THREADS,
+            "device": self.device,
+        }
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ExpertBatchTask(Task):
+    """An expert batch to quantise, the lossless version included.
+
+    The layer's observation (the experts' inputs in calibration) is passed apart.
+    """
+
     layer: int
     experts: range
-    versions: tuple[Version, ...]  # includes the lossless one
     settings: Settings
-    device: str  # the kind of device that computes, as torch names it
 
     @property
     def count(self) -> int:
@@ -61,19 +81,7 @@ class ExpertBatchTask:
             "experts": [self.experts.start, self.experts.stop],
             "settings": asdict(self.settings),
         }
-        return address(self, facts)
-
-
-def address(task: Any, facts: JsonObject) -> str:
-    """Add the facts that every task has to `facts`, and return the SHA-256 of all."""
-    facts |= {
-        "moepack": __version__,
-        "checkpoint": task.checkpoint,
-        "versions": [v.record() for v in task.versions],
-        "threads": THREADS,
-        "device": task.device,
-    }
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return self.digest(facts)
 
 
 def batch_settings(recipe: Recipe) -> Settings:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from moepack.pack.spec import DenseMatrix, Matrix, Version, lossy
+from moepack.pack.spec import DenseMatrix, Matrix, lossy
 from moepack.quantize import methods
 
-from .experts import address, no_codes
+from .experts import Task, no_codes
 from .result import TaskResult, check_numbers, fixed_threads, threads_on
 
 if TYPE_CHECKING:
@@ -28,16 +28,13 @@ DenseReader = Callable[[str], "NativeWeight | None"]  # reads a matrix's codes a
 
 
 @dataclass(frozen=True)
-class RowShardTask:
+class RowShardTask(Task):
     """A row shard to quantise. The second moments of the matrix's inputs are passed apart."""
 
-    checkpoint: str  # SHA-256 over the digests of the checkpoint's files
     matrix: DenseMatrix
     rows: range
-    versions: tuple[Version, ...]
     method: str  # the quantiser's name
     zeros: str  # which zero points, one of `methods.ZEROS`
-    device: str  # the kind of device that computes, as torch names it
 
     count = 1  # units that the task adds to a build's progress
 
@@ -67,7 +64,7 @@ class RowShardTask:
             "method": self.method,
             "zeros": self.zeros,
         }
-        return address(self, facts)
+        return self.digest(facts)
 
 
 def row_shard_tasks(
@@ -86,7 +83,7 @@ def row_shard_tasks(
         shards = row_shards(m.matrix.rows, m.matrix.cols)
         whole = len(shards) == 1 or not cut_up
         cut = [(every, versions)] if whole else [(every, exact), *((rows, cut_up) for rows in shards)]
-        out += [RowShardTask(checkpoint, m, rows, wanted, how.method, how.zeros, device) for rows, wanted in cut]
+        out += [RowShardTask(checkpoint, wanted, device, m, rows, how.method, how.zeros) for rows, wanted in cut]
     return out
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import tiny_models
 import torch
 from released_kinds import KINDS, Made
 from safetensors.torch import load_file, save_file
-from support import load_for_logits
+from support import edit_config, load_for_logits
 from torch import Tensor
 
 IDS = torch.arange(3, 43)[None]
@@ -42,9 +41,9 @@ def released(plain: Path, path: Path, kind: str, dense: Make | None = None) -> d
             values[name] = torch.from_numpy(np.ascontiguousarray(value)).float()
         else:
             stored[name], values[name] = tensor, tensor.float()
-    config = json.loads((plain / "config.json").read_text())
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({**config, **own.config, "quantization_config": own.quantization}))
+    (path / "config.json").write_bytes((plain / "config.json").read_bytes())
+    edit_config(path, **own.config, quantization_config=own.quantization)
     save_file(stored, path / "model.safetensors", {"format": "pt"})
     for file in plain.glob("*token*"):
         (path / file.name).write_bytes(file.read_bytes())

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from support import HELPERS, cli, python, refused, tree
 
-from moepack.calibrate import products, skeleton, statistics
+from moepack.calibrate import products, skeleton
 from moepack.calibrate.checkpoint import open_checkpoint
-from moepack.calibrate.forward import Observation
 from moepack.calibrate.held import empty, is_mapped, mapped, release
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError, TargetError
@@ -229,16 +228,3 @@ def test_kept_tensors_read_back(tmp_path, monkeypatch):
     read = mapped(tmp_path / "x.safetensors", entry.begin, entry.shape, torch.bfloat16)
     release(read)
     assert torch.equal(read, wanted["c"])
-
-
-def test_statistics_are_those_of_all_windows_at_once(monkeypatch):
-    g = torch.Generator().manual_seed(0)
-    chosen = torch.stack([torch.randperm(8, generator=g)[:3] for _ in range(6 * 16)]).to(torch.int32)
-    seen = Observation(torch.zeros(96, 4), chosen, torch.rand(96, 3, generator=g), 16)
-    whole = statistics.routing_statistics(seen, 8)
-    monkeypatch.setattr(statistics, "_AT_ONCE", 40)  # two windows at a time, in parts
-    parts = statistics.routing_statistics(seen, 8)
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[k], parts[k]) for k in whole)
-    before, after = chosen.view(6, 16, 3)[:, :-1].tolist(), chosen.view(6, 16, 3)[:, 1:].tolist()
-    both = sum(len(set(a) & set(b)) for w, v in zip(before, after, strict=True) for a, b in zip(w, v, strict=True))
-    assert float(whole["reuse"]) == pytest.approx(both / (6 * 15 * 3))

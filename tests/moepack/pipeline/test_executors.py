@@ -20,7 +20,7 @@ from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError
 from moepack.pipeline.bound import workers
 from moepack.pipeline.executors import local, worker
-from moepack.pipeline.executors.worker import DirectoryProbe, SharedTensors, WorkerCheckpoint, WorkerOrder, run_task
+from moepack.pipeline.executors.worker import DirectoryProbe, SharedTensors, WorkerCheckpoint, run_task
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.tasks.experts import ExpertBatchTask, batch_settings
 from moepack.pipeline.tasks.result import load_result
@@ -78,21 +78,22 @@ def order(demo_model, tmp_path):
     chosen = torch.randint(0, shape.experts, (256, 2), generator=g, dtype=torch.int32)
     seen = SharedTensors.of(inputs, chosen, torch.rand(256, 2, generator=g), length=64)
     recipe = parse_recipe(RECIPE, "t")
-    task = ExpertBatchTask("c", layer, range(4, 7), recipe.version_specs(), batch_settings(recipe), "cpu")
+    task = ExpertBatchTask("c", recipe.version_specs(), "cpu", layer, range(4, 7), batch_settings(recipe))
     folder = tmp_path / "objects"
     folder.mkdir()
-    return WorkerOrder(task, folder / "piece"), WorkerCheckpoint(str(demo_model), identity(opened)[1]), seen
+    return (task, folder / "piece"), WorkerCheckpoint(str(demo_model), identity(opened)[1]), seen
 
 
 def test_written_or_answered(order, tmp_path, monkeypatch):
     what, source, seen = order
     probe = DirectoryProbe.leave(tmp_path)
     assert list(run_task(what, source, probe, seen)) == [""]
-    written = load_file(what.path)
-    assert [p.name for p in what.path.parent.iterdir()] == ["piece"]
-    assert len(load_result(what.path).extents["w4"]) == 3
-    changed = what.path.stat().st_mtime_ns
-    assert list(run_task(what, source, probe, seen)) == [""] and what.path.stat().st_mtime_ns == changed
+    path = what[1]
+    written = load_file(path)
+    assert [p.name for p in path.parent.iterdir()] == ["piece"]
+    assert len(load_result(path).extents["w4"]) == 3
+    changed = path.stat().st_mtime_ns
+    assert list(run_task(what, source, probe, seen)) == [""] and path.stat().st_mtime_ns == changed
     monkeypatch.setattr(worker, "ANSWER", 10_000)
     *pieces, digest = run_task(what, source, replace(probe, word="another"), seen)
     data = np.concatenate([p for p in pieces if not isinstance(p, str)]).tobytes()
@@ -114,7 +115,7 @@ def test_another_checkpoint_is_refused(what, order, demo_model, tmp_path):
         source = replace(source, path=str(weights.parent))
     with pytest.raises(InputError, match=said) as caught:
         list(run_task(placed, source, DirectoryProbe.leave(tmp_path), seen))
-    assert "\n" not in str(caught.value) and not placed.path.exists()
+    assert "\n" not in str(caught.value) and not placed[1].exists()
 
 
 def test_a_file_of_another_machine(tmp_path):

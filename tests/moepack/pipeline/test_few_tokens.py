@@ -16,20 +16,20 @@ calibration: {samples: 6, length: 32, batch_size: 4}
 """
 
 
-def test_who_stays_short_is_said(demo_model, text, tmp_path):
+def test_who_stays_short_is_said(short_model, text, tmp_path):
     notes = Notes()
-    build_from(RECIPE, demo_model, tmp_path / "b", [text], reporter=notes)
+    build_from(RECIPE, short_model, tmp_path / "b", [text], reporter=notes)
     facts = inspect(tmp_path / "b")
     assert facts["calibration_tokens"] == 6 * 32
     # Six windows bring 384 tokens to a layer's 16 experts: most are below what losses need.
     tables = moepack.open(tmp_path / "b").calibration()
     few = sum(int((t.tokens < 256).sum()) for t in tables.layers)
-    assert FEW_TOKENS == 256 and few > 32
+    assert FEW_TOKENS == 256 and few > 16
     said = {"below": 256, "experts": few}
     assert facts["few_tokens"] == said == moepack.open(tmp_path / "b").manifest.provenance["calibration"]["few_tokens"]
-    assert any(n.startswith(f"{few} of 64 experts were reached by fewer than 256 tokens") for n in notes.notes)
+    assert any(n.startswith(f"{few} of 32 experts were reached by fewer than 256 tokens") for n in notes.notes)
     assert f"{few} experts had fewer than 256" in str(render(facts).caption)
-    assert f"{few} of 64 experts had fewer than 256" in (tmp_path / "b" / "README.md").read_text()
+    assert f"{few} of 32 experts had fewer than 256" in (tmp_path / "b" / "README.md").read_text()
 
 
 def test_nothing_is_said_where_all_have_enough():

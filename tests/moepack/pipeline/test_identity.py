@@ -84,7 +84,11 @@ def test_two_fine_tunes_do_not_mix(checkpoint, text, tmp_path):
         pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
     with pytest.raises(InputError, match=r"model.safetensors is not what .* was calibrated with"):
         pipeline.quantize(work)
+    left = work / "objects" / "left.safetensors"
+    left.parent.mkdir(exist_ok=True)
+    left.write_bytes(b"")
     pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work, fresh=True)
+    assert not left.exists()
     made = moepack.open(tmp_path / "b").manifest.provenance["checkpoint"]["files"]
     assert made["model.safetensors"] == hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
 
@@ -106,41 +110,22 @@ def test_a_stopped_build_then_calibrate_then_build(checkpoint, text, tmp_path, w
     assert tree(tmp_path / "b") == whole
 
 
-@pytest.mark.parametrize(("every", "again"), [(1, [1]), (2, [0, 1])])
+@pytest.mark.parametrize(("every", "lost", "again"), [(1, False, [1]), (2, False, [0, 1]), (1, True, [0, 1])])
 def test_a_stopped_calibrate_goes_on_in_a_build(
-    every, again, checkpoint, text, tmp_path, monkeypatch,
+    every, lost, again, checkpoint, text, tmp_path, monkeypatch,
     whole,
 ):  # fmt: skip
-    """Calibrated layers are not run again, except those since the activations that were kept last."""
+    """Calibrated layers are not run again, except those since the activations that were kept last, and are not lost."""
     work, ran = tmp_path / "work", []
     monkeypatch.setattr(run, "EVERY", every)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         stop(patch, "_keep_hidden", 1)
         pipeline.calibrate(checkpoint, work, RECIPE, [text])
+    if lost:
+        (work / "calibrate" / "layer-000" / "hidden.safetensors").unlink()
     spy(monkeypatch, CalibrationPass, "run_layer", lambda self, layer, *_: ran.append(layer))
     pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
     assert tree(tmp_path / "b") == whole and ran == again
-
-
-def test_activations_that_were_lost_are_made_again(checkpoint, text, tmp_path, monkeypatch, whole):
-    work = tmp_path / "work"
-    monkeypatch.setattr(run, "EVERY", 1)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stop(patch, "_quantise_layer", 1)
-        pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
-    (work / "calibrate" / "layer-000" / "hidden.safetensors").unlink()
-    pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
-    assert tree(tmp_path / "b") == whole
-
-
-def test_fresh_keeps_no_object(checkpoint, text, tmp_path):
-    work = tmp_path / "work"
-    pipeline.calibrate(checkpoint, work, RECIPE, [text])
-    left = work / "objects" / "left.safetensors"
-    left.parent.mkdir()
-    left.write_bytes(b"")
-    pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work, fresh=True)
-    assert not left.exists()
 
 
 def test_a_build_that_is_refused_leaves_no_folder(checkpoint, tmp_path):

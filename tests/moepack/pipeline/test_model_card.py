@@ -38,10 +38,10 @@ def facts(card):
 
 
 @pytest.fixture
-def checkpoint(demo_model, tmp_path):
+def checkpoint(short_model, tmp_path):
     """As the Hub's cache has it."""
     path = tmp_path / "hub" / "models--some--mini-moe" / "snapshots" / ("0" * 40)
-    shutil.copytree(demo_model, path)
+    shutil.copytree(short_model, path)
     for name, text in {**TRAVELS, **STAYS, "README.md": CARD, "tokenization_mini.py": "x = 1\n"}.items():
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(text)

@@ -4,7 +4,6 @@
     python -m benchmarks.serve --bundle BUNDLE --soak 480 [--clients N] [--policy POLICY] [--dense VERSION]
         [--memory SIZE]
     python -m benchmarks.serve --bundle BUNDLE --memory SIZE [--policy POLICY] [--dense VERSION]
-    python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] --shared TOKENS
 
 Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
 asks for one answer after another, with prompts from the files in turn. `transformers serve` has one set of sampling
@@ -12,8 +11,7 @@ parameters for all and no `ignore_eos`: there what came is what counts, and only
 `--soak SECONDS` loads one server instead, with the files changing every 30 seconds and clients that leave half-way, and
 says how its memory grew after a tenth of the time. With `--memory` the server runs under `--memory auto` in a control
 group of that size, which must not kill it; without a soak 1, 4 and 16 clients stand in a table, with what their passes
-waited and fetched. `--shared TOKENS` takes the server's processor time until the first token of prompts that begin with
-the same tokens, of which it keeps what it can or nothing. Without arguments: the model and texts in examples/.
+waited and fetched. Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import os
 import random
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,14 +33,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.clients import Ask, Reply, clients, percentile, stream
-from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
+from benchmarks.common import EXAMPLES, Row, Target, arguments, build, finish
 from benchmarks.limited.cage import Cage, anonymous
 from moepack.calibrate.text.documents import documents
 from moepack.runtime.planning.sizes import parse_size
 
 POLICIES = ("hotness", "uniform", "lru")
 CLIENTS = (1, 4, 16, 32)
-TIMED = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+RECIPE = "versions: [bf16, w4, w3, w2]\nquantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 16}\n"
 PATIENCE = 120  # seconds that a client of a soak waits for the end of an answer
 
 
@@ -224,34 +221,6 @@ def caged(cage: Cage, row: Row) -> list[Target]:
     ]
 
 
-def processor_ms(pid: int) -> float:
-    """Milliseconds of processor time of a process's threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def shared(bundle: Path, tokens: int, quick: bool) -> tuple[list[Row], list[Target]]:
-    """The median processor time of the first, second and third prompts that begin with the same tokens."""
-    rows: list[Row] = []
-    for kept in ("1GiB", "off"):
-        taken: list[list[float]] = [[], [], []]
-        with moepack_serve(bundle, "--prefix-cache", kept) as (port, pid):
-            for beginning in range(3 if quick else 9):
-                for turn, times in enumerate(taken):
-                    prompt = [1 + beginning + n * 37 % 900 for n in range(tokens)] + [5 + turn] * 100
-                    before = processor_ms(pid)
-                    body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-                    reply = asyncio.run(stream(port, "/v1/completions", body))
-                    if reply.error is not None and "no text" not in reply.error:
-                        raise SystemExit(reply.error)
-                    times.append(processor_ms(pid) - before)
-        # the first beginning warms up
-        medians = [statistics.median(times[1:]) for times in taken]
-        rows.append({"kept": kept, **dict(zip(("first", "second", "third"), medians, strict=True))})
-    share = rows[0]["second"] / rows[1]["second"]
-    return rows, [Target("second prompt with what is kept, by without", share, 0.5, "lower")]
-
-
 def compare(
     bundle: Path, checkpoint: Path | None, memory: str, prompts: list[list[str]], options: argparse.Namespace
 ) -> tuple[list[Row], list[Target]]:
@@ -287,16 +256,6 @@ def compare(
     ]
 
 
-def built(work: Path, checkpoint: Path) -> Path:
-    """A bundle of a checkpoint, rounded to nearest."""
-    from moepack.pipeline.build import build
-    from moepack.pipeline.recipe import parse_recipe
-
-    recipe = "versions: [bf16, w4, w3, w2]\nquantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 16}\n"
-    build(checkpoint, work / "bundle", parse_recipe(recipe, "quick"), [EXAMPLES / "text" / "calibration.jsonl"])
-    return work / "bundle"
-
-
 def enough(bundle: Path, policies: Sequence[str]) -> str:
     """A budget of twice the largest least of these policies, which the server's refusals name."""
     least = 0
@@ -326,45 +285,27 @@ def main() -> None:
     parser.add_argument("--policy", default="hotness", help="with --soak or --memory: what is served")
     parser.add_argument("--dense", help="with --soak or --memory: the version of matrices beside the experts")
     parser.add_argument("--memory", help="bytes of a control group, in which the server takes what there is")
-    parser.add_argument("--shared", type=int, help="tokens with which prompts begin alike, one client's")
     options = parser.parse_args()
     options.tokens = options.tokens or (None if options.soak else 64)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prompts = [prompts_of(path) for path in options.data]
     with tempfile.TemporaryDirectory() as work:
-        checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
-        bundle = options.bundle or built(Path(work), checkpoint or EXAMPLES / "mini-qwen3-moe")
+        example = EXAMPLES / "mini-qwen3-moe"
+        checkpoint = options.checkpoint or (None if options.bundle else example)
+        bundle = options.bundle or build(checkpoint or example, Path(work) / "bundle", RECIPE)
         policies = POLICIES[: 1 if options.quick or options.soak else None]
-        if not options.memory and not options.shared:
+        if not options.memory:
             options.device_memory = options.device_memory or enough(bundle, policies)
         serving = ["--policy", options.policy, *(["--dense", options.dense] if options.dense else [])]
-        if options.shared:
-            rows, targets = shared(bundle, options.shared, options.quick)
-            columns = ["kept", "first", "second", "third"]
-        elif options.soak:
+        if options.soak:
             with Cage(parse_size(options.memory) or 0) if options.memory else contextlib.nullcontext() as cage:
                 rows, targets = soak(bundle, options.device_memory, prompts, options, cage, serving)
-            columns = [
-                "minutes",
-                "MB",
-                "answers",
-                "errors",
-                "left",
-                "gave up",
-                "promotions",
-                "waits",
-                "peak",
-                "steps",
-                "process MB",
-            ]
         elif options.memory:
             with Cage(parse_size(options.memory) or 0) as cage:
                 rows, targets = in_cage(bundle, prompts, cage, serving, options)
-            columns = ["clients", "answers", "errors", "tokens/s", *TIMED, "waits a token", "MB a token"]
         else:
             rows, targets = compare(bundle, checkpoint, options.device_memory, prompts, options)
-            columns = ["server", "clients", "answers", "errors", "tokens/s", *TIMED, "error"]
-    finish("Serving, times in ms", columns, rows, targets, options.json)
+    finish("Serving, times in ms", rows, targets, options.json)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 NUMBERS = (0, -1, 1, 2, 3, 255, 4095, 4096, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 47, 1 << 63, (1 << 64) - 1, 10**400)
+LONG = "A" * 70_000
 TEXTS = (
     "",
     "..",
@@ -22,7 +23,7 @@ TEXTS = (
     "\0",
     "w9",
     "\ud800",
-    "A" * 70_000,
+    LONG,
     "CON",
     "%s",
     "{}",

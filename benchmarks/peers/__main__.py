@@ -39,30 +39,6 @@ PEER = environments.LLAMA_AVX2 if AVX2 else environments.LLAMA
 MODULES = {"moepack": "ours", "llama.cpp": "llama"}
 PARTS = ("models", "quality")
 DISK = 12e9  # bytes that the files of the model may take
-COLUMNS = {
-    "models": [
-        "rest",
-        "threads",
-        "side",
-        "decode tokens/s",
-        "prefill tokens/s",
-        "decode over llama.cpp's best",
-        "prefill over llama.cpp's best",
-        "not measured",
-    ],
-    "quality": [
-        "model",
-        "quantised",
-        "who",
-        "encoding",
-        "bits/weight",
-        "error",
-        "KL, mnat",
-        "+-",
-        "added, %",
-        "added +-",
-    ],
-}
 
 
 class Sides:
@@ -119,7 +95,6 @@ def main() -> None:
     parser.add_argument("--checkpoint", action="append", type=Path, help="default: examples/mini-qwen3-moe")
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
-    parser.add_argument("--group-size", type=int, default=64, help="of moepack's versions")
     parser.add_argument("--only", action="append", choices=PARTS, help="default: both parts")
     parser.add_argument("--install", action="store_true", help="install llama.cpp and stop")
     args = parser.parse_args()
@@ -136,7 +111,7 @@ def main() -> None:
             for part in parts:
                 rows[part] = _models(sides, args, threads, peers) if part == "models" else _quality(sides, args)
     for part in parts if not args.install else ():
-        show(part, COLUMNS[part], rows[part])
+        show(part, rows[part])
     for name, what in peers.items():
         print(f"{name}: {what}")
     if args.install:
@@ -144,7 +119,7 @@ def main() -> None:
     every = [{"part": part, **row} for part in parts for row in rows[part]]
     gaps = [row for row in every if "not measured" in row]
     whole = {"rows": every, "peers": peers}  # in the file, in place of the gaps that are shown last
-    finish("not measured", ["part", "side", "not measured"], gaps, judged(every), args.json, whole)
+    finish("not measured", gaps, judged(every), args.json, whole)
 
 
 def _models(sides: Sides, args: argparse.Namespace, threads: list[int], peers: dict[str, str]) -> list[Row]:
@@ -176,7 +151,7 @@ def _quality(sides: Sides, args: argparse.Namespace) -> list[Row]:
         llama = None
         if "llama.cpp" in sides.python:
             llama = stack.enter_context(sides.start("llama.cpp", len(os.sched_getaffinity(0))))
-        every = quality.encodings(args.group_size, llama, sides.scratch)
+        every = quality.encodings(llama, sides.scratch)
         rows = quality.of_generated(shapes, every)
         for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"]:
             rows += quality.of_model(checkpoint, calibration, data, windows, every)

@@ -48,7 +48,6 @@ def test_targets_follow_from_rows():
     found = {t.name: (t.value, t.met) for t in judged(rows)}
     assert found == {
         "moepack w4, as served, 2 threads: decode over llama.cpp's best": (1.3, True),
-        "moepack w4, as served, 2 threads: the same, ambition": (1.3, True),
         "moepack w4, as served, 2 threads: prefill over llama.cpp's best": (0.7, False),
         "M: error of w4 over Q4_K's": (0.25, True),
         "M: KL of w4 over Q4_K's": (0.25, True),

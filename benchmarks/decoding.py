@@ -90,7 +90,7 @@ def reading(model: CausalModel | PreTrainedModel, **given: object) -> Callable[[
 
     def run(ids: Tensor) -> Tensor:
         nonlocal cache
-        out = model(ids, use_cache=True, **given, **cache)
+        out = model(input_ids=ids, use_cache=True, **given, **cache)
         cache = with_cache(model, cache_in(out))
         logits: Tensor = out.logits
         return logits

@@ -127,18 +127,18 @@ def of_checkpoint(
     settings = Settings("gptq", ())
     for layer in observed(path, torch.cat([learn, held])):
         seen = layer.seen
-        own = Observation(seen.inputs[:cut], seen.experts[:cut], seen.gates[:cut], seen.length)
+        first = Observation(seen.inputs[:cut], seen.experts[:cut], seen.gates[:cut], seen.length)
         experts = range(layer.weights.layer.experts // share)
-        batch = gather_batch(layer.module, layer.weights.select(experts), experts, own, settings, torch.device("cpu"))
+        batch = gather_batch(layer.module, layer.weights.select(experts), experts, first, settings, torch.device("cpu"))
         moments = batch_moments(batch)
         chosen = seen.experts[cut:]
         inputs = [seen.inputs[cut:][(chosen == e).any(1)].float() for e in experts]
         counts = torch.tensor([len(x) for x in inputs])
         reads = inputs, [batch.act(e, x) for e, x in zip(experts, inputs, strict=True)]
         for weight, of_experts, x in zip(batch.weights, moments, reads, strict=True):
-            yield Case(
-                weight, torch.stack([m.mean() for m in of_experts]), torch.stack([*map(second_moments, x)]), counts
-            )
+            learnt = torch.stack([m.mean() for m in of_experts])
+            held_out = torch.stack([second_moments(own) for own in x])
+            yield Case(weight, learnt, held_out, counts)
 
 
 def measure(case: Case, versions: list[Version], runs: int, errors: Errors, seconds: dict[str, float]) -> None:

@@ -191,7 +191,7 @@ def judged(rows: Sequence[Row]) -> list[Target]:
         if r["tokens"] == 1 and r["version"] in SPEEDUP and "speed-up" in r:
             targets.append(Target(f"{name}: over torch's BF16", r["speed-up"], SPEEDUP[r["version"]], "higher"))
             targets.append(Target(f"{name}: time over the bytes floor", r["over floor"], 2.0, "lower"))
-        if r["tokens"] == 1 and r["version"] in BESIDE:
+        if r["tokens"] == 1 and "a byte's time over" in r:
             label = f"{name}: time a byte over {BESIDE[r['version']]}'s"
             targets.append(Target(label, r["a byte's time over"], 1.1, "lower"))
         if r["version"] == "mixed":

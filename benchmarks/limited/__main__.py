@@ -26,6 +26,7 @@ import os
 
 from benchmarks.common import Row, arguments, finish
 from benchmarks.peers.worker import PeerError
+from moepack.runtime.planning.sizes import parse_size
 
 from .make import home, make
 from .rows import Asked, kept, measure
@@ -50,15 +51,6 @@ COLUMNS = (
 )
 
 
-def size(text: str) -> int:
-    """Bytes of a size such as 6GB or 6GiB."""
-    from moepack.runtime.planning.sizes import parse_size
-
-    found = parse_size(text)
-    assert found is not None
-    return found
-
-
 def parsed() -> argparse.Namespace:
     """The arguments."""
     parser = arguments(__doc__)
@@ -66,7 +58,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--make", action="store_true", help="generate the model and stop")
     parser.add_argument("--gguf", nargs="*", default=["Q4_K_M"], metavar="MIX", help="files that --make writes")
     parser.add_argument("--disk", type=float, default=45.5, help="GB that the model's files may take (default: 45.5)")
-    parser.add_argument("--cage", nargs="+", type=size, default=[6 * 10**9, 10**10], metavar="SIZE")
+    parser.add_argument("--cage", nargs="+", type=parse_size, default=[6 * 10**9, 10**10], metavar="SIZE")
     parser.add_argument("--sides", nargs="+", default=SIDES, metavar="SIDE")
     parser.add_argument("--seconds", type=float, default=600, help="after which a row is stopped (default: 600)")
     parser.add_argument("--again", action="store_true", help="run rows again that are there")

@@ -90,8 +90,6 @@ def main() -> None:
     """Parse arguments, build, serve, print."""
     parser = model_arguments(__doc__, 192)
     parser.add_argument("--windows", type=int, default=12, help="windows to serve, a file")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens after it")
     named = [*POLICIES, *OTHERS]
     parser.add_argument("--only", nargs="+", choices=named, default=(), metavar="POLICY", help=f"of {', '.join(named)}")
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="budgets, all w2: 0, all bf16: 1")
@@ -100,16 +98,14 @@ def main() -> None:
     if args.quick:
         args.windows = 2
         args.samples = 32
-        args.prompt = 48
-        args.tokens = 16
+    prompt, tokens = (48, 16) if args.quick else (128, 64)
     shares = SHARES[1:2] if args.quick else args.shares
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         bundle = built(args, work / "bundle", "bf16, w4, w3, w2, w1")
         tokenizer = load_tokenizer(bundle)
-        length = args.prompt + args.tokens
-        served = [Text(Path(n).stem, windows(n, tokenizer, length, args.windows)) for n in texts(args)[1]]
-        session = Session(bundle, served, args.prompt)
+        served = [Text(Path(n).stem, windows(n, tokenizer, prompt + tokens, args.windows)) for n in texts(args)[1]]
+        session = Session(bundle, served, prompt)
         best, counted = session.run("static:bf16")
         rows = [session.row("", "all bf16", best, counted, best), *at_budgets(session, best, shares, work, args.only)]
         claims, targets = ([], []) if args.only else similarity(session, work)

@@ -15,7 +15,7 @@ import functools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
+from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, in_turns
 from benchmarks.limited.weights import to_bf16
 from moepack.pack.codec import exponent_fast, fp8
 from moepack.pack.codec.bits import Bf16Bits, Codes
@@ -40,6 +40,7 @@ def gaussian(shape: tuple[int, int], seed: int) -> Bf16Bits:
 
 def trained(checkpoint: Path) -> list[Bf16Bits]:
     """The expert matrices of a checkpoint, BF16 bits."""
+    import torch
     from safetensors import safe_open
 
     out = []
@@ -47,8 +48,6 @@ def trained(checkpoint: Path) -> list[Bf16Bits]:
         with safe_open(file, framework="pt") as f:
             for name in f.keys():  # noqa: SIM118 - not a mapping
                 if ".experts." in name and name.endswith("weight"):
-                    import torch
-
                     out.append(f.get_tensor(name).view(torch.uint16).numpy().reshape(-1))
     return out
 
@@ -113,13 +112,20 @@ def same(decoded: Coded, bits: Bf16Bits | Codes) -> bool:
     return bytes(decoded.tobytes() if hasattr(decoded, "tobytes") else decoded) == bits.tobytes()
 
 
+def turns(work: Mapping[str, Callable[[], object]], runs: int) -> dict[str, list[float]]:
+    """The thread's processor seconds of each in every round."""
+
+    def prepared(work: Callable[[], object], number: int) -> Callable[[], object]:
+        return work
+
+    return in_turns({name: functools.partial(prepared, one) for name, one in work.items()}, runs, time.process_time)
+
+
 def speed(name: str, bits: Bf16Bits, runs: int) -> list[Row]:
     """A row a codec, and one for a memory copy."""
     rows: list[Row] = []
-    amount = bits.nbytes / 1e9
-    out = np.empty_like(bits)
     floor = 8 + entropy(bits)
-    work: list[Callable[[], object]] = []
+    work: dict[str, Callable[[], object]] = {}
     for codec in codecs(bits):
         coded = codec.encode()
         if not same(codec.decode(coded), bits):
@@ -127,30 +133,20 @@ def speed(name: str, bits: Bf16Bits, runs: int) -> list[Row]:
         size = 8 * len(coded) / bits.size
         row: Row = {"matrix": name, "codec": codec.name, "threads": 1, "exponent entropy": floor - 8}
         rows.append({**row, "bits/weight": size, "over floor": f"{100 * (size / floor - 1):+.2f} %"})
-        work += [codec.encode, functools.partial(codec.decode, coded)]
+        work[f"{codec.name}: encode"] = codec.encode
+        work[f"{codec.name}: decode"] = functools.partial(codec.decode, coded)
     rows.append({"matrix": name, "codec": "memory copy", "threads": 1})
-    copy = functools.partial(np.copyto, out, bits)
-    times = turns([*work, copy, copy], runs if bits.size > SMALL else 10 * runs)
-    seconds = [statistics.median(t) for t in times]
-    theirs = next((i for i, row in enumerate(rows) if row["codec"] == "ZipNN"), None)
-    for i, row in enumerate(rows):
-        for k, what in enumerate(("encode", "decode")):
-            row[f"{what} GB/s"] = amount / seconds[2 * i + k]
+    copy = functools.partial(np.copyto, np.empty_like(bits), bits)
+    work |= {"memory copy: encode": copy, "memory copy: decode": copy}
+    times = turns(work, runs if bits.size > SMALL else 10 * runs)
+    for row in rows:
+        for what in ("encode", "decode"):
+            ours = times[f"{row['codec']}: {what}"]
+            row[f"{what} GB/s"] = bits.nbytes / 1e9 / statistics.median(ours)
+            theirs = times.get(f"ZipNN: {what}")
             if theirs is not None and row["codec"].startswith("moepack"):
-                pairs = zip(times[2 * theirs + k], times[2 * i + k], strict=True)
-                row[f"{what} over ZipNN"] = statistics.median(z / o for z, o in pairs)
+                row[f"{what} over ZipNN"] = statistics.median(z / o for z, o in zip(theirs, ours, strict=True))
     return rows
-
-
-def turns(work: Sequence[Callable[[], object]], runs: int) -> list[list[float]]:
-    """The seconds of each in every round, all taking turns, so that what disturbs the machine disturbs all alike."""
-    times: list[list[float]] = [[] for _ in work]
-    for _ in range(runs + 1):
-        for i, one in enumerate(work):
-            began = time.process_time()
-            one()
-            times[i].append(time.process_time() - began)
-    return [t[1:] for t in times]
 
 
 def ratios(rows: list[Row], what: str) -> dict[str, float]:
@@ -162,26 +158,27 @@ def ratios(rows: list[Row], what: str) -> dict[str, float]:
     return found
 
 
-def sizes(name: str, arrays: Sequence[Any], entropies: Sequence[float], coded: Sequence[int]) -> Row:
-    """Bits of a weight or code over many arrays, each coded on its own, beside entropies of their exponents in bits.
+def sizes(name: str, arrays: Sequence[Bf16Bits] | Sequence[Codes]) -> Row:
+    """Bits of a weight or code over many arrays, each coded on its own, beside the entropy of its exponents in bits.
 
-    Args:
-        name: the first column's.
-        arrays: BF16's bits, or FP8 codes: what has no exponent is 8 or 4 bits, which no codec shortens.
-        entropies: of each array.
-        coded: its coded bytes.
+    Of BF16's bits or of FP8 codes: what has no exponent is 8 or 4 bits, which no codec shortens.
     """
     weights = sum(m.size for m in arrays)
-    rest = 4 * arrays[0].itemsize
-    floor = sum(m.size * (rest + bits) for m, bits in zip(arrays, entropies, strict=True)) / weights
-    ours = 8 * sum(coded) / weights
-    row = {"matrix": name, "codec": "moepack, sizes only", "exponent entropy": floor - rest, "bits/weight": ours}
+    is_fp8 = arrays[0].itemsize == 1
+    rest = 4 if is_fp8 else 8
+    floor = sum(m.size * (rest + entropy(m.astype(np.uint16) << 4 & 0x780 if is_fp8 else m)) for m in arrays) / weights
+    ours = 8 * sum(_coded_size(m) for m in arrays) / weights
+    row: Row = {"matrix": f"FP8 codes of {name}" if is_fp8 else name, "codec": "moepack, sizes only"}
+    row |= {"exponent entropy": floor - rest, "bits/weight": ours}
     return row | {"over floor": f"{100 * (ours / floor - 1):+.2f} %", "overhead": ours / floor}
 
 
-def bf16_sizes(name: str, matrices: list[Bf16Bits]) -> Row:
-    """Of matrices in BF16."""
-    return sizes(name, matrices, [entropy(m) for m in matrices], [len(exponent_fast.encode(m)) for m in matrices])
+def _coded_size(matrix: npt.NDArray[Any]) -> int:
+    """Bytes of a coded array; FP8 codes that coding does not shorten stay as they are."""
+    if matrix.itemsize != 1:
+        return len(exponent_fast.encode(matrix))
+    coded = fp8.encode(matrix)
+    return matrix.size if coded is None else len(coded)
 
 
 def fp8_codes(bits: Bf16Bits) -> Codes:
@@ -192,13 +189,6 @@ def fp8_codes(bits: Bf16Bits) -> Codes:
     blocks = torch.nn.functional.pad(weight, (0, -len(weight) % 16384)).reshape(-1, 16384)
     codes = (blocks * (448 / blocks.abs().amax(1, keepdim=True).clamp(min=1e-30))).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8).reshape(-1)[: len(weight)].numpy().copy()
-
-
-def fp8_sizes(name: str, matrices: list[Codes]) -> Row:
-    """Of FP8 codes; those that coding does not shorten stay as they are."""
-    entropies = [entropy(m.astype(np.uint16) << 4 & 0x780) for m in matrices]
-    coded = [m.size if (c := fp8.encode(m)) is None else len(c) for m in matrices]
-    return sizes(f"FP8 codes of {name}", matrices, entropies, coded)
 
 
 def fp8_speed(name: str, codes: Codes, runs: int) -> list[Row]:
@@ -215,15 +205,13 @@ def fp8_speed(name: str, codes: Codes, runs: int) -> list[Row]:
         fp8.decode_into(coded, out, 1)
         if not same(out, codes):
             raise SystemExit(f"coding the FP8 codes of {name} did not give them back")
-        work: list[Callable[[], object]] = [
-            functools.partial(fp8.encode, codes, 1),
-            functools.partial(fp8.decode_into, coded, out, 1),
-        ]
-        speeds = [codes.nbytes / 1e9 / statistics.median(t) for t in turns(work, runs)]
+        encode = functools.partial(fp8.encode, codes, 1)
+        decode = functools.partial(fp8.decode_into, coded, out, 1)
+        times = turns({"encode": encode, "decode": decode}, runs)
+        speeds = {f"{what} GB/s": codes.nbytes / 1e9 / statistics.median(t) for what, t in times.items()}
         engine = native.LEVELS[level] if native else "NumPy"
         row = {"matrix": f"FP8 codes of {name}", "codec": f"moepack ({engine})", "threads": 1}
-        row |= {"bits/weight": 8 * len(coded) / codes.size, "encode GB/s": speeds[0], "decode GB/s": speeds[1]}
-        rows.append(row)
+        rows.append({**row, "bits/weight": 8 * len(coded) / codes.size, **speeds})
     if native:
         native.use_level()
     return rows
@@ -232,10 +220,10 @@ def fp8_speed(name: str, codes: Codes, runs: int) -> list[Row]:
 def fp8_report(checkpoint: Path, runs: int) -> tuple[list[Row], list[Target]]:
     """Sizes and speeds of FP8; wanted: at most 6.9 bits a code, and 2 GB/s a thread with AVX2."""
     name = "Qwen3-30B-A3B down"
-    bits = gaussian(SHAPES["Qwen3-30B-A3B down"], 1)
-    totals = [fp8_sizes(name, [fp8_codes(bits)])]
-    totals.append(fp8_sizes(f"experts of {checkpoint.name}", [fp8_codes(m) for m in trained(checkpoint)]))
-    rows = fp8_speed(name, fp8_codes(bits), 10 * runs)
+    codes = fp8_codes(gaussian(SHAPES[name], 1))
+    totals = [sizes(name, [codes])]
+    totals.append(sizes(f"experts of {checkpoint.name}", [fp8_codes(m) for m in trained(checkpoint)]))
+    rows = fp8_speed(name, codes, 10 * runs)
     targets = [Target(f"size, {totals[0]['matrix']}: bits a code", totals[0]["bits/weight"], 6.9, "lower")]
     by = {r["codec"]: r["decode GB/s"] for r in rows}
     if "moepack (C, AVX2)" in by:
@@ -246,20 +234,16 @@ def fp8_report(checkpoint: Path, runs: int) -> tuple[list[Row], list[Target]]:
 def main() -> None:
     """Parse arguments, measure, print."""
     parser = arguments(__doc__)
-    parser.add_argument(
-        "--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe", help="for sizes on trained weights"
-    )
+    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe", help="for sizes")
     args = parser.parse_args()
     runs = 3 if args.quick else 9
-    speeds_of = ["encode GB/s", "decode GB/s"]
-    columns = ["matrix", "codec", "threads", "exponent entropy", "bits/weight", "over floor", *speeds_of]
     shapes = dict(list(SHAPES.items())[:2]) if args.quick else SHAPES
     one: list[Row] = []
     for i, (name, shape) in enumerate(shapes.items()):
         one += speed(name, gaussian(shape, i), runs)
     totals = [
-        bf16_sizes("Qwen3-30B-A3B down", [gaussian(SHAPES["Qwen3-30B-A3B down"], 1)]),
-        bf16_sizes(f"experts of {args.checkpoint.name}", trained(args.checkpoint)),
+        sizes("Qwen3-30B-A3B down", [gaussian(SHAPES["Qwen3-30B-A3B down"], 1)]),
+        sizes(f"experts of {args.checkpoint.name}", trained(args.checkpoint)),
     ]
     targets = [
         Target(f"size, {t['matrix']}: bits a weight over 8 + entropy", t["overhead"], 1.02, "lower") for t in totals
@@ -272,9 +256,7 @@ def main() -> None:
             name = f"{what}, one thread: {engine} over ZipNN, least of the matrices"
             targets.append(Target(name, value, 1.5, "higher"))
     coded, reached = fp8_report(args.checkpoint, runs)
-    rows = one + totals + coded
-    targets += reached
-    finish("exponent codec, GB/s of BF16 or of FP8", columns, rows, targets, args.json)
+    finish("exponent codec, GB/s of BF16 or of FP8", one + totals + coded, targets + reached, args.json)
 
 
 if __name__ == "__main__":

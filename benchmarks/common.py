@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -91,46 +91,81 @@ def texts(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     return args.calibration or [str(folder / "calibration.jsonl")], args.data or [str(folder / "evaluation.jsonl")]
 
 
-def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> Path:
-    """A bundle of the model at these versions. `own` stands in place of arguments; `more` is more of the recipe."""
-    from moepack.pipeline.build import build
+def build(checkpoint: Path, bundle: Path, recipe: str, calibration: Sequence[str] = ()) -> Path:
+    """Build a bundle by the text of a recipe, calibrated on the example's text where none is named; return its path."""
+    from moepack.pipeline import build as pipeline
     from moepack.pipeline.recipe import parse_recipe
     from moepack.shared.progress import progress
 
-    asked = {"length": 256, "more": "", **vars(args), **own}
-    shown = f"calibration: {{samples: {asked['samples']}, length: {asked['length']}, batch_size: 16}}"
-    recipe = parse_recipe(
-        f"versions: [{versions}]\nquantize: {{method: {asked['method']}}}\n{shown}{asked['more']}", "benchmark"
-    )
     with progress() as reporter:
-        build(asked["checkpoint"], bundle, recipe, texts(args)[0], reporter=reporter)
+        data = list(calibration) or [str(EXAMPLES / "text" / "calibration.jsonl")]
+        pipeline.build(checkpoint, bundle, parse_recipe(recipe, "benchmark"), data, reporter=reporter)
     return bundle
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print a table."""
+def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> Path:
+    """A bundle of the model at these versions. `own` stands in place of arguments."""
+    asked = {"length": 256, **vars(args), **own}
+    calibration = f"calibration: {{samples: {asked['samples']}, length: {asked['length']}, batch_size: 16}}"
+    recipe = f"versions: [{versions}]\nquantize: {{method: {asked['method']}}}\n{calibration}"
+    return build(args.checkpoint, bundle, recipe, args.calibration or ())
+
+
+def least_budget(load: Callable[[int], object]) -> int:
+    """The smallest budget that would do for what `load` loads, as a refusal names it."""
+    from moepack.runtime.planning.exceeded import TooSmallError
+
+    try:
+        load(1)
+    except TooSmallError as error:
+        return error.least
+    raise AssertionError("a budget of one byte was not refused")
+
+
+def in_turns(
+    sides: Mapping[str, Callable[[int], Callable[[], object]]], rounds: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """The seconds of each side in every round but the first, all taking turns, so that a disturbance disturbs all.
+
+    A side is given the number of a round, and returns what the clock runs over.
+    """
+    spent: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, prepared in sides.items():
+            work = prepared(number)
+            began = clock()
+            work()
+            if number:
+                spent[name].append(clock() - began)
+    return spent
+
+
+def show(title: str, rows: Sequence[Row], columns: Sequence[str] = ()) -> None:
+    """Print a table; without `columns` of everything that a row has and that fits a cell."""
     from rich.console import Console
     from rich.table import Table
 
+    plain = (key for row in rows for key, value in row.items() if not isinstance(value, dict | list))
+    columns = columns or list(dict.fromkeys(plain))
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*(_cell(row.get(c, "")) for c in columns))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def finish(
     title: str,
-    columns: Sequence[str],
     rows: Sequence[Row],
     targets: Sequence[Target],
     out: Path | None,
     more: Row | None = None,
+    columns: Sequence[str] = (),
 ) -> None:
     """Print the table and the targets; write the JSON file where one is wanted, with `more` in it."""
     from rich.console import Console
 
     facts = machine()
-    show(title, columns, rows)
+    show(title, rows, columns)
     console = Console(width=None if sys.stdout.isatty() else 140)
     simd = f", {'/'.join(facts['simd'])}" if facts["simd"] else ""
     console.print(f"{facts['cpu']}{simd}, {facts['cores']} cores, {facts['memory_gib']} GiB, GPU: {facts['gpu']}")

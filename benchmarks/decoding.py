@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,8 @@ from moepack.reports.intervals import clustered
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from moepack.runtime.served_model import CausalModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,25 @@ class Decoded:
         return Mean.of([a - b for a, b in pairs])
 
 
+def divergence(best: Tensor, logs: Tensor) -> float:
+    """Mean divergence of one distribution from another, nats a token, of log-probabilities [tokens, vocabulary]."""
+    return float((best.exp() * (best - logs)).sum(-1).mean())
+
+
+def reading(model: CausalModel | PreTrainedModel, **given: object) -> Callable[[Tensor], Tensor]:
+    """Passes of one sequence with a cache: from the next tokens, [1, tokens], to logits. `given` goes to each pass."""
+    cache: dict[str, object] = {}
+
+    def run(ids: Tensor) -> Tensor:
+        nonlocal cache
+        out = model(input_ids=ids, use_cache=True, **given, **cache)
+        cache = with_cache(model, cache_in(out))
+        logits: Tensor = out.logits
+        return logits
+
+    return run
+
+
 def decode(model: PreTrainedModel, texts: Sequence[Text], prompt: int, reference: Decoded | None = None) -> Decoded:
     """Go through all windows in order.
 
@@ -98,23 +119,20 @@ def decode(model: PreTrainedModel, texts: Sequence[Text], prompt: int, reference
                 if reference is None:
                     out.logs.append(logs)
                 else:
-                    best = reference.logs[windows]
-                    out.kl[text.name].append(float((best.exp() * (best - logs)).sum(-1).mean()))
+                    out.kl[text.name].append(divergence(reference.logs[windows], logs))
                 windows += 1
     return out
 
 
 def _window(model: PreTrainedModel, ids: Tensor, prompt: int, out: Decoded) -> Tensor:
     """Logits before each token after the prompt, float32 [tokens, vocabulary]."""
-    began = time.perf_counter()
-    got = model(ids[None, :prompt], use_cache=True, logits_to_keep=1)
-    out.ttft.append(time.perf_counter() - began)
-    logits = [got.logits[0, -1].float()]
-    for at in range(prompt, len(ids) - 1):
+    run = reading(model, logits_to_keep=1)
+    logits = []
+    for part in (ids[:prompt], *ids[prompt:-1].split(1)):
         began = time.perf_counter()
-        got = model(ids[None, at : at + 1], use_cache=True, logits_to_keep=1, **with_cache(model, cache_in(got)))
-        out.tpot.append(time.perf_counter() - began)
-        logits.append(got.logits[0, -1].float())
+        logits.append(run(part[None])[0, -1].float())
+        spent = out.ttft if len(logits) == 1 else out.tpot
+        spent.append(time.perf_counter() - began)
     return torch.stack(logits)
 
 
@@ -128,18 +146,12 @@ class Passes:
 
 def passes(model: PreTrainedModel, prompt: list[int], steps: int) -> Passes:
     """Read a prompt at once, and then the prompt's tokens again one by one, `steps` of them."""
-    from transformers.cache_utils import DynamicCache
-
-    ids = torch.tensor([prompt])
+    run = reading(model, logits_to_keep=1)
+    spent = []
     with torch.inference_mode():
-        cache = DynamicCache(config=model.config)
-        began = time.perf_counter()
-        model(ids, logits_to_keep=1, **with_cache(model, cache))
-        prefill = time.perf_counter() - began
-        decode = []
-        for i in range(steps):
-            one = ids[:, i % len(prompt)][:, None]
+        for part in (prompt, *([prompt[i % len(prompt)]] for i in range(steps))):
+            ids = torch.tensor([part])
             began = time.perf_counter()
-            model(one, logits_to_keep=1, **with_cache(model, cache))
-            decode.append(time.perf_counter() - began)
-    return Passes(prefill, decode)
+            run(ids)
+            spent.append(time.perf_counter() - began)
+    return Passes(spent[0], spent[1:])

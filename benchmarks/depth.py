@@ -13,24 +13,23 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from benchmarks.common import Row, Target, arguments, finish
+from benchmarks.common import Row, Target, arguments, finish, in_turns
 from moepack.runtime.dense import linears
 from moepack.runtime.dense.borrowed import serve_attention
-from moepack.runtime.dense.indexer import serve_indexers
 from moepack.runtime.dense.latent import serve_latents
 from moepack.runtime.dense.norms import serve_norms
 from moepack.runtime.dense.projections import serve_projections
-from moepack.runtime.kv.growing import INDEXERS, grow_in_place
+from moepack.runtime.kv.growing import grow_in_place
 
 ROUNDS = 9
-COLUMNS = ("layer", "depth", "own ms", "ours ms", "own / ours", "MB", "GB/s")
 COMMON = {"num_hidden_layers": 1, "vocab_size": 64, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0}
 COMMON |= {"hidden_size": 2048, "moe_intermediate_size": 32, "max_position_embeddings": 65536}
 LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,41 +53,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-INDEXED: dict[str, tuple[str, dict[str, Any]]] = {  # whose caches are never coded
-    "DeepSeek-V3.2, selected latents": (
-        "deepseek_v32",
-        {
-            "hidden_size": 7168,
-            "num_attention_heads": 128,
-            "num_key_value_heads": 128,
-            "kv_lora_rank": 512,
-            "q_lora_rank": 1536,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-            "index_topk": 2048,
-            "index_n_heads": 64,
-            "index_head_dim": 128,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
-    "MiniMax-M3, selected blocks": (
-        "minimax_m3_vl_text",
-        {
-            "hidden_size": 6144,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "num_local_experts": 4,
-            "layer_types": ["minimax_m3_sparse"],
-            "mlp_layer_types": ["dense"],
-            "intermediate_size": 32,
-        },
-    ),
-}
-HELD = ("keys", "values", *INDEXERS.values())  # tensors [..., tokens, cols] of a cache's layer
+HELD = ("keys", "values")  # tensors [..., tokens, cols] of a cache's layer
 
 
 def served(model: Any) -> Any:
@@ -99,20 +64,13 @@ def served(model: Any) -> Any:
     serve_norms(model)
     serve_attention(model)
     serve_latents(model)
-    serve_indexers(model)
     serve_projections(model)
     return model
 
 
 def held(cache: Any) -> dict[str, torch.Tensor]:
     """What the one layer of a cache holds, by name."""
-    found = {name: getattr(cache.layers[0], name, None) for name in HELD}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
-def seen(tokens: int, length: int) -> torch.Tensor:
-    """The mask of a sequence's last tokens."""
-    return torch.ones(1, 1, tokens, length, dtype=torch.bool).tril_(length - tokens)
+    return {name: getattr(cache.layers[0], name) for name in HELD}
 
 
 def filled(model: Any, depth: int) -> Any:
@@ -121,38 +79,37 @@ def filled(model: Any, depth: int) -> Any:
     module = model.model.layers[0].self_attn
     x = torch.randn(1, 2, model.config.hidden_size).bfloat16()
     turn = model.model.rotary_emb(x, torch.arange(2)[None])
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool).tril_()
     with torch.no_grad():
-        module(hidden_states=x, position_embeddings=turn, attention_mask=seen(2, 2), cache=cache)
+        module(hidden_states=x, position_embeddings=turn, attention_mask=mask, cache=cache)
     for name, t in held(cache).items():
         setattr(cache.layers[0], name, torch.randn(*t.shape[:-2], depth, t.shape[-1]).bfloat16())
     return cache
 
 
 def one_layer(name: str) -> Any:
-    """A model of one layer of LAYERS or INDEXED, with random weights."""
-    kind, facts = (LAYERS | INDEXED)[name]
+    """A model of one layer of LAYERS, with random weights."""
+    kind, facts = LAYERS[name]
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(COMMON | facts))
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def turns(sides: Mapping[str, tuple[Any, Any]], depth: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of a processor for a decoded token in a layer, by side, a model and its cache; all take turns."""
-    took: dict[str, list[float]] = {name: [] for name in sides}
+    """Milliseconds of a processor for a decoded token in a layer, by side, a model and its cache.
+
+    The first round, in which a cache is copied to where it has room, does not count.
+    """
     first, _ = next(iter(sides.values()))
     x = torch.randn(1, 1, first.config.hidden_size).bfloat16()
-    turn = first.model.rotary_emb(x, torch.tensor([[depth]]))
-    for number in range(rounds + 1):
-        mask = seen(1, depth + number + 1) if hasattr(first.config, "index_topk") else None
-        for name, (model, cache) in sides.items():
-            began = time.process_time()
-            with torch.no_grad():
-                model.model.layers[0].self_attn(
-                    hidden_states=x, position_embeddings=turn, attention_mask=mask, cache=cache
-                )
-            if number:  # the first token copies a cache to where it has room
-                took[name].append(1e3 * (time.process_time() - began))
-    return took
+    given = {"hidden_states": x, "position_embeddings": first.model.rotary_emb(x, torch.tensor([[depth]]))}
+
+    def prepared(model: Any, cache: Any, number: int) -> Callable[[], object]:
+        return partial(model.model.layers[0].self_attn, **given, attention_mask=None, cache=cache)
+
+    with torch.no_grad():
+        took = in_turns({name: partial(prepared, *side) for name, side in sides.items()}, rounds, time.process_time)
+    return {name: [1e3 * seconds for seconds in times] for name, times in took.items()}
 
 
 def measured(name: str, depths: Sequence[int]) -> list[Row]:
@@ -181,7 +138,7 @@ def main() -> int:
     args = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
     depths = (72, 1024) if args.quick else (72, 1024, 4096, 16384)
-    rows = [row for name in LAYERS | INDEXED for row in measured(name, depths)]
+    rows = [row for name in LAYERS for row in measured(name, depths)]
     last = [row for row in rows if row["depth"] == depths[-1]]
     targets = [
         Target(f"{row['layer']}, own over ours at {row['depth']:,}", row["own / ours"], 1.0, "higher") for row in last
@@ -189,7 +146,7 @@ def main() -> int:
     if not args.quick:
         latents = [row for row in last if "latent" in row["layer"]]
         targets += [Target(f"{row['layer']}, at 16,384", row["own / ours"], 10.0, "higher") for row in latents]
-    finish("A decoded token of one attention layer, one thread", COLUMNS, rows, targets, args.json)
+    finish("A decoded token of one attention layer, one thread", rows, targets, args.json)
     return int(not all(target.met for target in targets) and not args.quick)
 
 

@@ -1,7 +1,7 @@
 """Bring the picture and the tables of the documentation up to date.
 
-    python -m benchmarks.draw [--out DIR] [--png]    the picture, into docs/images/ as SVG, or elsewhere
-    python -m benchmarks.draw --tables               the tables, into the documents (benchmarks/tables/)
+    python -m benchmarks.draw [--out DIR]    the picture, into docs/images/ or elsewhere
+    python -m benchmarks.draw --tables       the tables, into the documents (benchmarks/tables/)
 
 The picture is of a model larger than memory: tokens a second against the limit, with divergences beside the points,
 from benchmarks/results/*.json. Divergence is what the same bits cost on a trained model (results/peers.json): the
@@ -32,11 +32,7 @@ GREY = "#6d6d72"
 OURS = "#0b6bcb"
 THEIRS = "#c25700"
 MIXES = {"Q4_K_M": "Q4_K_M", "Q2_K": "Q2_K mix"}  # a side's mix -> its encoding in the peers' table
-DEAD = 0.01  # tokens a second at which what gave none is drawn
-MARKS = {
-    "moepack": ("o", "^", "D", "v", "P", "p"),
-    "llama": ("s", "X"),
-}  # one a side
+MARKS = {"moepack": "o^DvPp", "llama": "sX"}  # one a side
 
 
 def divergences(rows: Sequence[Row]) -> dict[str, float]:
@@ -62,12 +58,12 @@ def beaten(row: Row, rows: Sequence[Row]) -> bool:
     """Whether another row of the same program is faster in the same limit."""
     who = row["side"].partition(":")[0]
     alike = [r for r in rows if r["cage GB"] == row["cage GB"] and r["side"].partition(":")[0] == who]
-    return bool(max(r.get("decode tokens/s", 0.0) for r in alike) > row["decode tokens/s"])
+    return bool(max(r["decode tokens/s"] for r in alike) > row["decode tokens/s"])
 
 
 def drawn(rows: Sequence[Row], known: Mapping[str, float]) -> Figure:
-    """The picture of rows, without those held to AVX2; a side that was killed or refused stands at the bottom."""
-    rows = [row for row in rows if ":avx2" not in row["side"]]
+    """The picture of rows, without those held to AVX2 and those that decoded nothing, which the table has."""
+    rows = [row for row in rows if ":avx2" not in row["side"] and "decode tokens/s" in row]
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7.6, 6.2), facecolor=PAPER, layout="constrained")
@@ -82,15 +78,12 @@ def drawn(rows: Sequence[Row], known: Mapping[str, float]) -> Figure:
         sides = dict.fromkeys(r["side"] for r in rows if r["side"].startswith(f"{who}:"))
         for mark, side in zip(itertools.cycle(MARKS[who]), sides, strict=False):
             mine = sorted((r for r in rows if r["side"] == side), key=lambda r: r["cage GB"])
-            alive = [r for r in mine if "decode tokens/s" in r]
-            dead = [] if "static" in side else [r["cage GB"] for r in mine if "decode tokens/s" not in r]
-            x = [r["cage GB"] for r in alive]
-            y = [r["decode tokens/s"] for r in alive]
+            x = [r["cage GB"] for r in mine]
+            y = [r["decode tokens/s"] for r in mine]
             name = side.replace(":", " ", 1).replace("llama", "llama.cpp").split(":dense=")[0].split(":read-ahead")[0]
-            style = f"{mark}--" if beaten(alive[0], rows) else f"{mark}-"
+            style = f"{mark}--" if beaten(mine[0], rows) else f"{mark}-"
             axis.plot(x, y, style, color=colour, linewidth=2, markersize=9, label=name)
-            axis.plot(dead, [DEAD] * len(dead), "x", color=colour, markersize=10, markeredgewidth=2.5)
-            for row in alive:
+            for row in mine:
                 at = (row["cage GB"], row["decode tokens/s"])
                 near = [w for w, x, y in labelled if at[0] == x and 0.85 < at[1] / y < 1.18]
                 if (cost := divergence(row, known)) is not None and who not in near:  # the table has all of them
@@ -100,10 +93,6 @@ def drawn(rows: Sequence[Row], known: Mapping[str, float]) -> Figure:
                         f"KL {cost:.2g}", at, away, textcoords="offset points", ha="center", fontsize=12, color=colour
                     )
     figure.legend(frameon=False, fontsize=12, loc="outside lower center", ncols=2)
-    if not all("decode tokens/s" in r or "static" in r["side"] for r in rows):
-        axis.text(
-            0.02, 0.03, "x: refused, killed, or no token in time", transform=axis.transAxes, fontsize=11, color=GREY
-        )
     axis.margins(x=0.2, y=0.15)
     axis.set_xlabel("limit of memory, page cache included, GB", fontsize=13, color=INK)
     axis.set_ylabel("decoded tokens a second", fontsize=13, color=INK)
@@ -122,7 +111,7 @@ def plain_axes(axis: Axes) -> None:
     axis.set_axisbelow(True)
 
 
-def draw(out: Path, png: bool = False) -> Path:
+def draw(out: Path) -> Path:
     """Draw the picture into a directory; returns its file."""
     import matplotlib
 
@@ -130,10 +119,10 @@ def draw(out: Path, png: bool = False) -> Path:
     import matplotlib.pyplot as plt
 
     out.mkdir(parents=True, exist_ok=True)
-    file = out / f"limited.{'png' if png else 'svg'}"
+    file = out / "limited.svg"
     with plt.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "moepack", "path.simplify": True}):
         figure = drawn(results("limited")["rows"], divergences(results("peers")["rows"]))
-        figure.savefig(file, dpi=100, facecolor=PAPER, metadata={"Software" if png else "Date": None})
+        figure.savefig(file, dpi=100, facecolor=PAPER, metadata={"Date": None})
         plt.close(figure)
     return file
 
@@ -142,14 +131,13 @@ def main() -> None:
     """Parse arguments, draw or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=IMAGES, help="where it goes")
-    parser.add_argument("--png", action="store_true", help="PNG, to look at")
     parser.add_argument("--tables", action="store_true", help="write the tables instead")
     args = parser.parse_args()
     if args.tables:
         for path in DOCUMENTS:
             path.write_text(with_tables(path.read_text(), path))
         return
-    print(draw(args.out, args.png))
+    print(draw(args.out))
 
 
 if __name__ == "__main__":

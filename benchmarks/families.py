@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from benchmarks.common import arguments, finish
+from benchmarks.decoding import reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -299,7 +300,7 @@ class Passes:
         """Run a model over `ids`, with the choices `given`, in order, in place of its own; `served`: by the engine."""
         import torch
 
-        run = (_by_engine if served else _by_itself)(model)
+        run = _by_engine(model) if served else reading(model)
         logits = []
         with _choices(given) as mode, torch.inference_mode():
             for part in ids.split(TOKENS, dim=1):
@@ -309,22 +310,6 @@ class Passes:
     def error(self, want: Passes) -> float:
         """The difference of the logits, as a share of the norm of those wanted."""
         return float((self.logits - want.logits).norm() / want.logits.norm())
-
-
-def _by_itself(model: CausalModel) -> Callable[[Tensor], Tensor]:
-    """Passes of a model with a cache of its own, from ids to logits."""
-    from moepack.families.arguments import cache_in, with_cache
-
-    cache: dict[str, object] = {}
-
-    def run(ids: Tensor) -> Tensor:
-        nonlocal cache
-        out = model(input_ids=ids, use_cache=True, **cache)
-        cache = with_cache(model, cache_in(out))
-        logits: Tensor = out.logits
-        return logits
-
-    return run
 
 
 def _by_engine(model: CausalModel) -> Callable[[Tensor], Tensor]:
@@ -436,8 +421,7 @@ def main() -> None:
     for row in all_rows(f for f in walk() if f.model_type in wanted):
         print(json.dumps(row), flush=True)
         rows.append(row)
-    columns = ["model_type", "class", "outcome", "experts", "layers", "plain", "moepack", "ratio", "why"]
-    finish("Families", columns, rows, [], args.json)
+    finish("Families", rows, [], args.json)
 
 
 if __name__ == "__main__":

@@ -65,8 +65,7 @@ def main() -> None:
                 rows.append(row)
                 if method == args.method and version in LIMITS:
                     targets.append(Target(f"{version}: worst rise in perplexity, %", worst, LIMITS[version], "lower"))
-    columns = ["version", "bits/weight", "loss", *(c for n in names for c in (n, f"{n} %"))]
-    finish(f"perplexity of {args.checkpoint.name}", columns, rows, targets, args.json)
+    finish(f"perplexity of {args.checkpoint.name}", rows, targets, args.json)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,27 @@ magnitude (`rtn`'s). Times are medians, methods taking turns; gptqmodel runs onc
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, texts
 from moepack.pack.spec import Version
+from moepack.quantize.expert_batch import Settings, batch_moments
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
-from moepack.quantize.moments import NEGLIGIBLE, PRIOR, second_moments, shrink
+from moepack.quantize.moments import second_moments
+
+if TYPE_CHECKING:
+    from moepack.calibrate.experts import ExpertWeights
+    from moepack.calibrate.forward import Observation
+    from moepack.families.interface import ExpertsModule
 
 METHODS = ("gptq", "gptqmodel", "hqq", "rtn")
 WIDTHS = ("w4", "w3", "w2", "w1")
@@ -71,58 +77,68 @@ def generated(rows: int, cols: int) -> Case:
     return Case(torch.stack([normal[0], normal[1] / chi.sqrt()]) * 0.02, moments(), moments())
 
 
+@dataclass(frozen=True)
+class Layer:
+    """The experts of one layer, and what a build sees of the windows that go through it."""
+
+    module: ExpertsModule
+    weights: ExpertWeights
+    seen: Observation
+
+
+def observed(path: Path, ids: Tensor) -> Iterator[Layer]:
+    """Every layer with experts of a checkpoint, through which windows of tokens [windows, length] go in float32."""
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.forward import CalibrationPass
+    from moepack.calibrate.stream import StreamedModel
+
+    stream = StreamedModel(open_checkpoint(path))
+    walk = CalibrationPass(stream, ids, 16, torch.float32)
+    stream.load(None)
+    stream.to_compute(None, torch.float32)
+    walk.start()
+    stream.free(None)
+    for index in range(len(stream.layers)):
+        _, weights = stream.split(index, stream.load(index))
+        stream.to_compute(index, torch.float32)
+        seen = walk.run_layer(index)
+        if weights is not None:
+            assert seen is not None
+            yield Layer(stream.experts_module(index), weights, seen)
+        stream.free(index)
+
+
 def of_checkpoint(
-    path: Path, calibration: list[str], data: list[str], windows: tuple[int, int], every: int = 1
+    path: Path, calibration: list[str], data: list[str], windows: tuple[int, int], share: int = 1
 ) -> Iterator[Case]:
-    """Every so many experts of every layer, a matrix at a time, as a build sees them.
+    """The experts of every layer, or the first of so many shares, a matrix at a time, with the moments of a build.
 
     `windows` says how many of LENGTH tokens are read of each of the two lists of texts.
     """
-    from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.experts import hidden
-    from moepack.calibrate.forward import CalibrationPass
-    from moepack.calibrate.stream import StreamedModel
+    from moepack.calibrate.forward import Observation
+    from moepack.calibrate.gather import gather_batch
     from moepack.calibrate.text.windows import calibration_windows
     from moepack.families.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     learn = calibration_windows(calibration, tokenizer, windows[0], LENGTH, 0).ids
     held = calibration_windows(data, tokenizer, windows[1], LENGTH, 0).ids
-    stream = StreamedModel(open_checkpoint(path))
-    walk = CalibrationPass(stream, torch.cat([learn, held]), 16, torch.float32)
-    stream.load(None)
-    stream.to_compute(None, torch.float32)
-    walk.start()
-    stream.free(None)
     cut = learn.numel()
-    for index in range(len(stream.layers)):
-        _, experts = stream.split(index, stream.load(index))
-        stream.to_compute(index, torch.float32)
-        seen = walk.run_layer(index)
-        module = stream.experts_module(index)
-        parts: list[list[list[Tensor]]] = [[], []]
-        for e in range(0, experts.layer.experts if experts else 0, every):
-            assert experts is not None and seen is not None
-            weight = [experts.matrix(e, m).float() for m in range(2)]
-            bias = experts.bias(e, 0)
-            token = torch.where(seen.experts == e)[0]
-            own = token[token < cut]
-            others = token[token >= cut]
-            layer = torch.linspace(0, cut - 1, min(cut, 4096)).long()
-            made = []
-            for tokens in (own, layer, others):
-                x = seen.inputs[tokens].float()
-                act = hidden(module, x, weight[0], None if bias is None else bias.float())
-                made.append((second_moments(x), second_moments(act)))
-            for m in range(2):
-                prior = PRIOR * weight[m].shape[1]
-                few = len(own) < NEGLIGIBLE * prior
-                moments = shrink(made[0][m], len(own), made[1][m], prior) if few else made[0][m]
-                parts[m].append([weight[m], moments, made[2][m], torch.tensor(len(others))])
-        for cases in parts:
-            if cases:
-                yield Case(*(torch.stack(tensors) for tensors in zip(*cases, strict=True)))
-        stream.free(index)
+    settings = Settings("gptq", ())
+    for layer in observed(path, torch.cat([learn, held])):
+        seen = layer.seen
+        first = Observation(seen.inputs[:cut], seen.experts[:cut], seen.gates[:cut], seen.length)
+        experts = range(layer.weights.layer.experts // share)
+        batch = gather_batch(layer.module, layer.weights.select(experts), experts, first, settings, torch.device("cpu"))
+        moments = batch_moments(batch)
+        chosen = seen.experts[cut:]
+        inputs = [seen.inputs[cut:][(chosen == e).any(1)].float() for e in experts]
+        counts = torch.tensor([len(x) for x in inputs])
+        reads = inputs, [batch.act(e, x) for e, x in zip(experts, inputs, strict=True)]
+        for weight, of_experts, x in zip(batch.weights, moments, reads, strict=True):
+            learnt = torch.stack([m.mean() for m in of_experts])
+            held_out = torch.stack([second_moments(own) for own in x])
+            yield Case(weight, learnt, held_out, counts)
 
 
 def measure(case: Case, versions: list[Version], runs: int, errors: Errors, seconds: dict[str, float]) -> None:
@@ -193,28 +209,22 @@ def main() -> None:
     versions = [Version.of(v, GROUP) for v in WIDTHS]
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))
     calibration, data = texts(args)
-    windows, every = (48, 4) if args.quick else (args.windows, 1)
-    warm = generated(64, 128)
-    measure(warm, versions, 1, {}, {})
-
+    windows, share = (48, 4) if args.quick else (args.windows, 1)
+    measure(generated(64, 128), versions, 1, {}, {})  # loads the libraries
+    sets: list[tuple[str, Iterable[Case]]] = [(f"generated {r}x{c}", [generated(r, c)]) for r, c in shapes]
+    sets.append((args.checkpoint.name, of_checkpoint(args.checkpoint, calibration, data, (windows, windows), share)))
     rows: list[Row] = []
     held: list[Target] = []
-
-    def add(name: str, cases: Callable[[], Iterator[Case]], runs: int, is_generated: bool) -> None:
+    for name, cases in sets:
+        is_generated = isinstance(cases, list)
         errors: Errors = {}
         seconds: dict[str, float] = {}
-        for case in cases():
-            measure(case, versions, runs, errors, seconds)
-        rows.extend(summarise(name, errors, seconds))
-        held.extend(targets(name, errors, seconds, is_generated))
-
-    for r, c in shapes:
-        add(f"generated {r}x{c}", functools.partial(lambda *shape: iter([generated(*shape)]), r, c), RUNS, True)
-    name = args.checkpoint.name
-    add(name, lambda: of_checkpoint(args.checkpoint, calibration, data, (windows, windows), every), 1, False)
+        for case in cases:
+            measure(case, versions, RUNS if is_generated else 1, errors, seconds)
+        rows += summarise(name, errors, seconds)
+        held += targets(name, errors, seconds, is_generated)
     title = f"Relative output error on held-out tokens (geometric means), groups of {GROUP}; time of w4 + w3 + w2"
-    columns = ["experts", "method", *WIDTHS, "seconds", "ours is x faster"]
-    finish(title, columns, rows, held, args.json)
+    finish(title, rows, held, args.json)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from benchmarks.common import Target, arguments, finish
+from benchmarks.common import Row, Target, arguments, finish
 from benchmarks.kernels import launches
 from moepack.runtime.kernels import (
     affine_triton,
@@ -51,9 +51,8 @@ from moepack.runtime.kernels import (
 TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
 ROCM = {"gfx942": 64, "gfx1100": 32}  # threads of a wavefront
-# and its KiB
 ROCMS_TABLE = TABLE.with_name("gpu-resources-rocm.csv")
-ROCMS_SHARED = 64
+ROCMS_SHARED = 64  # KiB
 STACK = 16  # bytes of a thread that a variant may keep on its stack: 63 of 2,520 keep 8 or 16
 FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
     ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
@@ -252,15 +251,8 @@ def _least_load(ptx: str) -> int:
 
 def digest() -> str:
     """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
-    modules = (
-        gemv_triton,
-        many_triton,
-        exponent_triton,
-        switch_triton,
-        routing_triton,
-        attend_triton,
-        step_triton,
-    )
+    of_experts = gemv_triton, many_triton, exponent_triton, switch_triton
+    modules = *of_experts, routing_triton, attend_triton, step_triton
     found = [v.src for m in modules for v in vars(m).values() if isinstance(v, JITFunction)]
     trees = [ast.parse(source) for source in found]
     for function in (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
@@ -314,8 +306,8 @@ def show_loops(json: Path | None) -> None:
     made = loops()
     targets = [Target(f"{w}, instructions a weight", n, CEILINGS[re.split("[- ]", w)[0]], "lower") for w, n, _ in made]
     targets.append(Target("loops with barriers", sum(barriers > 0 for _, _, barriers in made), 0, "lower"))
-    rows = [{"kernel": what, "instructions": f"{n:.2f}", "barriers": barriers} for what, n, barriers in made]
-    finish("instructions of a thread for a weight, sm_90", ["kernel", "instructions", "barriers"], rows, targets, json)
+    rows: list[Row] = [{"kernel": w, "instructions": f"{n:.2f}", "barriers": barriers} for w, n, barriers in made]
+    finish("instructions of a thread for a weight, sm_90", rows, targets, json)
     raise SystemExit(not all(t.met for t in targets))
 
 
@@ -340,21 +332,16 @@ def show_rocm(written: bool, json: Path | None) -> None:
     if written:
         with ROCMS_TABLE.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([[triton.__version__, digest(), *ROCM], *now])
-    rows = []
+    rows: list[Row] = []
     for at, of in enumerate(ROCM, 2):
         cells = [[int(n) for n in row[at].split("/")] for row in now if not row[at].startswith("not")]
-        rows.append(
-            {
-                "architecture": of,
-                "variants": len(now),
-                "not compiled": len(now) - len(cells),
-                "with registers in memory": sum(spilled > 0 for _, spilled, _ in cells),
-                "past its shared memory": sum(shared > ROCMS_SHARED << 10 for *_, shared in cells),
-            }
-        )
+        row: Row = {"architecture": of, "variants": len(now), "not compiled": len(now) - len(cells)}
+        row["with registers in memory"] = sum(spilled > 0 for _, spilled, _ in cells)
+        row["past its shared memory"] = sum(shared > ROCMS_SHARED << 10 for *_, shared in cells)
+        rows.append(row)
     other = next(csv.reader(ROCMS_TABLE.read_text().splitlines()))[1] != digest()
     targets = [Target("tables of other kernels: --write", int(other), 0, "lower")]
-    finish("kernels on AMD's GPUs", list(rows[0]), rows, targets, json)
+    finish("kernels on AMD's GPUs", rows, targets, json)
     raise SystemExit(other)
 
 
@@ -379,11 +366,11 @@ def main() -> None:
     others = len({n for n, _ in table} ^ of.keys())
     targets.append(Target("variants that the table has in vain or lacks", others, 0, "lower"))
     targets.append(Target("tables of other kernels: --write", int(made_of != digest()), 0, "lower"))
-    rows = [
+    rows: list[Row] = [
         {"kernel": n, **{f"sm_{c}": str(now[n, c]) for c in SHARED if (n, c) in now}}
         for n in dict.fromkeys(n for n, _ in keys)
     ]
-    finish("registers / stack / shared / load", ["kernel", *(f"sm_{c}" for c in SHARED)], rows, targets, args.json)
+    finish("registers / stack / shared / load", rows, targets, args.json)
     raise SystemExit(not all(t.met for t in targets))
 
 

@@ -3,17 +3,13 @@
     python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] [--device-memory SIZE] [--data FILE...]
     python -m benchmarks.serve --bundle BUNDLE --soak 480 [--clients N] [--policy POLICY] [--dense VERSION]
         [--memory SIZE]
-    python -m benchmarks.serve --bundle BUNDLE --memory SIZE [--policy POLICY] [--dense VERSION]
-    python -m benchmarks.serve [--bundle BUNDLE] [--checkpoint MODEL] --shared TOKENS
 
 Every server is a process of its own; clients stream from this one, over plain sockets. Each of 1, 4, 16 and 32 clients
 asks for one answer after another, with prompts from the files in turn. `transformers serve` has one set of sampling
 parameters for all and no `ignore_eos`: there what came is what counts, and only greedy answers are asked of either.
 `--soak SECONDS` loads one server instead, with the files changing every 30 seconds and clients that leave half-way, and
 says how its memory grew after a tenth of the time. With `--memory` the server runs under `--memory auto` in a control
-group of that size, which must not kill it; without a soak 1, 4 and 16 clients stand in a table, with what their passes
-waited and fetched. `--shared TOKENS` takes the server's processor time until the first token of prompts that begin with
-the same tokens, of which it keeps what it can or nothing. Without arguments: the model and texts in examples/.
+group of that size, which must not kill it. Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ import os
 import random
 import re
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,14 +31,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.clients import Ask, Reply, clients, percentile, stream
-from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
+from benchmarks.common import EXAMPLES, Row, Target, arguments, build, finish
 from benchmarks.limited.cage import Cage, anonymous
 from moepack.calibrate.text.documents import documents
 from moepack.runtime.planning.sizes import parse_size
 
 POLICIES = ("hotness", "uniform", "lru")
 CLIENTS = (1, 4, 16, 32)
-TIMED = ["TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+# characters of a prompt, tokens of an answer
+LENGTH = 200
+TOKENS = 64
+RECIPE = "versions: [bf16, w4, w3, w2]\nquantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 16}\n"
 PATIENCE = 120  # seconds that a client of a soak waits for the end of an answer
 
 
@@ -100,13 +98,13 @@ def prompts_of(path: Path) -> list[str]:
     return [one for one in documents(str(path)) if isinstance(one, str) and len(one) > 40]
 
 
-def asking(port: int, model: str, prompts: list[list[str]], tokens: int, length: int, own: bool) -> Ask:
+def asking(port: int, model: str, prompts: list[list[str]], own: bool) -> Ask:
     """What a client does in its turn: a prompt of the file whose turn it is."""
 
     async def ask(number: int, turn: int) -> Reply:
         pool = prompts[turn // 4 % len(prompts)]
-        prompt = random.Random(f"{number} {turn}").choice(pool)[:length]
-        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        prompt = random.Random(f"{number} {turn}").choice(pool)[:LENGTH]
+        body = {"model": model, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
         if own:
             body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
         return await stream(port, "/v1/completions", body)
@@ -156,7 +154,7 @@ def soak(
             pool = prompts[int(time.monotonic() - began) // 30 % len(prompts)]
             chance = random.Random(f"{len(rows)} {number} {turn}")
             prompt = chance.choice(pool)[: chance.choice((40, 200, 800))]
-            most = options.tokens or chance.choice((8, 32, 96))
+            most = chance.choice((8, 32, 96))
             body = {"model": "model", "prompt": prompt, "max_tokens": most, "temperature": 0.8}
             leaves = chance.random() < 0.1
             try:
@@ -193,28 +191,6 @@ def soak(
     ]
 
 
-def in_cage(
-    bundle: Path, prompts: list[list[str]], cage: Cage, serving: Sequence[str], options: argparse.Namespace
-) -> tuple[list[Row], list[Target]]:
-    """Rows by clients of one server that takes what a cage has: a pass of more clients needs more experts at once."""
-    rows: list[Row] = []
-    with moepack_serve(bundle, *serving, "--memory", "auto", cage=cage) as (port, _):
-        ask = asking(port, "model", prompts, options.tokens, options.length, True)
-        measured(ask, 1, 5.0)
-        for count in CLIENTS[:3]:
-            before = live(port)
-            row = {"server": " ".join(serving), **measured(ask, count, options.seconds)}
-            now = live(port)
-            tokens = row.get("tokens/s", 0.0) * options.seconds
-            for name, key, unit in (("waits a token", "forward_waits", 1.0), ("MB a token", "bytes_moved", 1e6)):
-                row[name] = (now["counters"][key] - before["counters"][key]) / unit / max(tokens, 1.0)
-            rows.append(row)
-        process = {"process MB": now["budget"]["process_bytes_peak"] / 1e6, "steps": now["totals"]["steps"]}
-    if cage.killed():
-        raise SystemExit(f"the kernel killed the server in its cage of {cage.limit} bytes")
-    return rows, [Target("errors", sum(row["errors"] for row in rows), 0, "lower"), *caged(cage, process)[:2]]
-
-
 def caged(cage: Cage, row: Row) -> list[Target]:
     """What a server in a cage is held to: the kernel did not kill it, and it stayed below the limit."""
     return [
@@ -222,34 +198,6 @@ def caged(cage: Cage, row: Row) -> list[Target]:
         Target(f"peak of the cage by its limit ({cage.bounds})", (cage.peak() or 0) / cage.limit, 1.0, "lower"),
         Target("steps", row["steps"], 1000, "higher"),
     ]
-
-
-def processor_ms(pid: int) -> float:
-    """Milliseconds of processor time of a process's threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return 1e3 * (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def shared(bundle: Path, tokens: int, quick: bool) -> tuple[list[Row], list[Target]]:
-    """The median processor time of the first, second and third prompts that begin with the same tokens."""
-    rows: list[Row] = []
-    for kept in ("1GiB", "off"):
-        taken: list[list[float]] = [[], [], []]
-        with moepack_serve(bundle, "--prefix-cache", kept) as (port, pid):
-            for beginning in range(3 if quick else 9):
-                for turn, times in enumerate(taken):
-                    prompt = [1 + beginning + n * 37 % 900 for n in range(tokens)] + [5 + turn] * 100
-                    before = processor_ms(pid)
-                    body = {"model": "model", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-                    reply = asyncio.run(stream(port, "/v1/completions", body))
-                    if reply.error is not None and "no text" not in reply.error:
-                        raise SystemExit(reply.error)
-                    times.append(processor_ms(pid) - before)
-        # the first beginning warms up
-        medians = [statistics.median(times[1:]) for times in taken]
-        rows.append({"kept": kept, **dict(zip(("first", "second", "third"), medians, strict=True))})
-    share = rows[0]["second"] / rows[1]["second"]
-    return rows, [Target("second prompt with what is kept, by without", share, 0.5, "lower")]
 
 
 def compare(
@@ -261,7 +209,7 @@ def compare(
     waits = peak = 0.0
     for policy in POLICIES[: 1 if options.quick else None]:
         with moepack_serve(bundle, "--policy", policy, "--device-memory", memory) as (port, _):
-            ask = asking(port, "model", prompts, options.tokens, options.length, True)
+            ask = asking(port, "model", prompts, own=True)
             measured(ask, 4, 1.0)
             for count in counts:
                 rows.append({"server": f"moepack, {policy}", **measured(ask, count, seconds)})
@@ -272,7 +220,7 @@ def compare(
     if checkpoint is not None and not options.quick:
         try:
             with transformers_serve(checkpoint) as (port, _):
-                ask = asking(port, str(checkpoint), prompts, options.tokens, options.length, False)
+                ask = asking(port, str(checkpoint), prompts, own=False)
                 measured(ask, 1, 1.0)
                 for count in counts:
                     rows.append({"server": "transformers serve", **measured(ask, count, seconds)})
@@ -285,16 +233,6 @@ def compare(
         Target("forward waits", waits, 0, "lower"),
         Target("peak of reserved bytes by the budget", peak, 1.0, "lower"),
     ]
-
-
-def built(work: Path, checkpoint: Path) -> Path:
-    """A bundle of a checkpoint, rounded to nearest."""
-    from moepack.pipeline.build import build
-    from moepack.pipeline.recipe import parse_recipe
-
-    recipe = "versions: [bf16, w4, w3, w2]\nquantize: {method: rtn, loss_tokens: 256}\ncalibration: {samples: 16}\n"
-    build(checkpoint, work / "bundle", parse_recipe(recipe, "quick"), [EXAMPLES / "text" / "calibration.jsonl"])
-    return work / "bundle"
 
 
 def enough(bundle: Path, policies: Sequence[str]) -> str:
@@ -319,52 +257,32 @@ def main() -> None:
     parser.add_argument("--device-memory", help="the budget; without it twice the least that the policies need")
     parser.add_argument("--data", type=Path, nargs="+", default=[EXAMPLES / "text" / "evaluation.jsonl"])
     parser.add_argument("--seconds", type=float, default=15.0, help="of a row")
-    parser.add_argument("--tokens", type=int, help="of an answer; 64, or with --soak 8, 32 or 96")
-    parser.add_argument("--length", type=int, default=200, help="characters of a prompt")
     parser.add_argument("--soak", type=float, help="seconds of one long load instead")
     parser.add_argument("--clients", type=int, default=16, help="with --soak")
-    parser.add_argument("--policy", default="hotness", help="with --soak or --memory: what is served")
-    parser.add_argument("--dense", help="with --soak or --memory: the version of matrices beside the experts")
-    parser.add_argument("--memory", help="bytes of a control group, in which the server takes what there is")
-    parser.add_argument("--shared", type=int, help="tokens with which prompts begin alike, one client's")
+    parser.add_argument("--policy", default="hotness", help="with --soak: what is served")
+    parser.add_argument("--dense", help="with --soak: the version of matrices beside the experts")
+    parser.add_argument(
+        "--memory", help="with --soak: bytes of a control group, in which the server takes what there is"
+    )
     options = parser.parse_args()
-    options.tokens = options.tokens or (None if options.soak else 64)
+    if options.memory and not options.soak:
+        parser.error("--memory is of --soak")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     prompts = [prompts_of(path) for path in options.data]
     with tempfile.TemporaryDirectory() as work:
-        checkpoint = options.checkpoint or (None if options.bundle else EXAMPLES / "mini-qwen3-moe")
-        bundle = options.bundle or built(Path(work), checkpoint or EXAMPLES / "mini-qwen3-moe")
+        example = EXAMPLES / "mini-qwen3-moe"
+        checkpoint = options.checkpoint or (None if options.bundle else example)
+        bundle = options.bundle or build(checkpoint or example, Path(work) / "bundle", RECIPE)
         policies = POLICIES[: 1 if options.quick or options.soak else None]
-        if not options.memory and not options.shared:
+        if not options.memory:
             options.device_memory = options.device_memory or enough(bundle, policies)
         serving = ["--policy", options.policy, *(["--dense", options.dense] if options.dense else [])]
-        if options.shared:
-            rows, targets = shared(bundle, options.shared, options.quick)
-            columns = ["kept", "first", "second", "third"]
-        elif options.soak:
+        if options.soak:
             with Cage(parse_size(options.memory) or 0) if options.memory else contextlib.nullcontext() as cage:
                 rows, targets = soak(bundle, options.device_memory, prompts, options, cage, serving)
-            columns = [
-                "minutes",
-                "MB",
-                "answers",
-                "errors",
-                "left",
-                "gave up",
-                "promotions",
-                "waits",
-                "peak",
-                "steps",
-                "process MB",
-            ]
-        elif options.memory:
-            with Cage(parse_size(options.memory) or 0) as cage:
-                rows, targets = in_cage(bundle, prompts, cage, serving, options)
-            columns = ["clients", "answers", "errors", "tokens/s", *TIMED, "waits a token", "MB a token"]
         else:
             rows, targets = compare(bundle, checkpoint, options.device_memory, prompts, options)
-            columns = ["server", "clients", "answers", "errors", "tokens/s", *TIMED, "error"]
-    finish("Serving, times in ms", columns, rows, targets, options.json)
+    finish("Serving, times in ms", rows, targets, options.json)
 
 
 if __name__ == "__main__":

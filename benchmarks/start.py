@@ -21,14 +21,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.common import EXAMPLES, Row, Target, arguments, finish
-from benchmarks.serve import built
+from benchmarks.common import EXAMPLES, Row, Target, arguments, build, finish
+from benchmarks.decoding import reading
+from benchmarks.serve import RECIPE
 
 IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
 COMMAND = "moepack generate, one token"
-PLAN = "moepack plan, after the first"
 BOUND = 5.0  # seconds to the first token
-PLANNED = 1.5  # processor seconds of a plan
 NEAR = 0.25  # how far a prediction may be from what is measured
 
 
@@ -55,19 +54,15 @@ def main() -> None:
     args = parser.parse_args()
     turns = 1 if args.quick else args.repeat
     with tempfile.TemporaryDirectory() as work:
-        bundle = args.bundle or str(built(Path(work), EXAMPLES / "mini-qwen3-moe"))
+        bundle = args.bundle or str(build(EXAMPLES / "mini-qwen3-moe", Path(work) / "bundle", RECIPE))
         if args.memory:
-            columns = ["what", "tokens/s", "ms memory", "ms processor", "ms disk", "ms of this thread", "MB fetched"]
             rows, targets = predicted(bundle, args)
-            finish(f"{args.policy} in {args.memory}", columns, rows, targets, args.json)
+            finish(f"{args.policy} in {args.memory}", rows, targets, args.json)
             return
         rows = measured(bundle, turns)
     first = next(row["s"] for row in rows if row["what"] == COMMAND)
-    planned = next(row["processor s"] for row in rows if row["what"] == PLAN)
     targets = [Target("seconds to the first token", first, BOUND, "lower")]
-    targets.append(Target("processor seconds of a plan", planned, PLANNED, "lower"))
-    columns = ["what", "s", "processor s"]
-    finish(f"from start to token, {os.cpu_count()} processors", columns, rows, targets, args.json)
+    finish(f"from start to token, {os.cpu_count()} processors", rows, targets, args.json)
 
 
 def measured(bundle: str, repeat: int) -> list[Row]:
@@ -79,18 +74,14 @@ def measured(bundle: str, repeat: int) -> list[Row]:
         "the same, without what serving leaves out": [sys.executable, "-c", left_out],
         COMMAND: generate,
         "the same under hotness in a budget": [*generate, "--device-memory", "40MB"],
-        PLAN: [sys.executable, "-m", "moepack", "plan", bundle, "--device-memory", "40MB"],
     }
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(1 + repeat):
         for name, command in ways.items():
             row = timed(command)
             found[name] += [row] * (turn > 0)  # the first writes bytecode, and fills the system's cache
-    return [_row(name, of) for name, of in found.items()]
-
-
-def _row(name: str, of: list[tuple[float, float]]) -> Row:
-    return {"what": name, "s": statistics.median(s for s, _ in of), "processor s": statistics.median(c for _, c in of)}
+    medians = {name: [statistics.median(seconds) for seconds in zip(*of, strict=True)] for name, of in found.items()}
+    return [{"what": name, "s": clock, "processor s": processor} for name, (clock, processor) in medians.items()]
 
 
 def predicted(bundle: str, args: argparse.Namespace) -> tuple[list[Row], list[Target]]:
@@ -98,7 +89,6 @@ def predicted(bundle: str, args: argparse.Namespace) -> tuple[list[Row], list[Ta
     import torch
 
     import moepack
-    from moepack.families.arguments import cache_in, with_cache
     from moepack.families.tokenizer import load_tokenizer
     from moepack.reports.plan import plan
     from moepack.runtime.planning.options import LoadOptions
@@ -109,7 +99,7 @@ def predicted(bundle: str, args: argparse.Namespace) -> tuple[list[Row], list[Ta
     found = plan(bundle, LoadOptions(memory=args.memory, policy=args.policy, **own))
     model = moepack.load(bundle, memory=args.memory, policy=args.policy, **own)
     first = min(32, args.tokens // 4)
-    out = None
+    run = reading(model)
     began = (0.0, 0.0, 0.0, 0.0)
     with model.moepack as serving, torch.inference_mode():
 
@@ -119,30 +109,18 @@ def predicted(bundle: str, args: argparse.Namespace) -> tuple[list[Row], list[Ta
 
         for number, token in enumerate(ids[: args.tokens]):
             began = now() if number == first else began
-            kept: Row = {} if out is None else with_cache(model, cache_in(out))
-            out = model(torch.tensor([[token]]), use_cache=True, **kept)
+            run(torch.tensor([[token]]))
         took, busy, waited, fetched = ((b - a) / (args.tokens - first) for a, b in zip(began, now(), strict=True))
     rate = 1 / took
     parts = found.seconds_per_token
     assert parts is not None and found.expected_tokens_per_second is not None
     ms = {"ms memory": 1e3 * parts.memory, "ms processor": 1e3 * parts.processor, "ms disk": 1e3 * parts.disk}
-    rows = [
-        {
-            "what": "predicted",
-            "tokens/s": found.expected_tokens_per_second,
-            **ms,
-            "MB fetched": (found.fetched_bytes_per_token or 0) / 1e6,
-        },
-        {
-            "what": "measured",
-            "tokens/s": rate,
-            "ms disk": 1e3 * waited,
-            "MB fetched": fetched / 1e6,
-            "ms of this thread": 1e3 * busy,
-        },
-    ]
+    forecast: Row = {"what": "predicted", "tokens/s": found.expected_tokens_per_second, **ms}
+    forecast["MB fetched"] = (found.fetched_bytes_per_token or 0) / 1e6
+    got: Row = {"what": "measured", "tokens/s": rate, "ms disk": 1e3 * waited}
+    got |= {"MB fetched": fetched / 1e6, "ms of this thread": 1e3 * busy}
     off = abs(found.expected_tokens_per_second / rate - 1)
-    return rows, [Target("the prediction is off by", off, NEAR, "lower")]
+    return [forecast, got], [Target("the prediction is off by", off, NEAR, "lower")]
 
 
 if __name__ == "__main__":

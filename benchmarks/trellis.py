@@ -15,118 +15,64 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import EXAMPLES, Row, arguments, finish
 from benchmarks.decoding import Mean
 from benchmarks.peers.quality import divergence_of, log_probabilities, replaced
+from benchmarks.quantise import Layer, observed
 from benchmarks.real.make import written
 from benchmarks.real.source import cache
 from benchmarks.real.texts import DOMAINS
 from benchmarks.real.versions import at_equal_bits
+from moepack.calibrate.gather import gather_batch
 from moepack.calibrate.text.windows import calibration_windows
-from moepack.pack.spec import Matrix, Version
+from moepack.pack.spec import Version
 from moepack.pipeline.recipe import Quantize
-from moepack.quantize.expert_batch import RIDGE, SPARSE
+from moepack.quantize.expert_batch import Settings, batch_moments, refit_down
 from moepack.quantize.grid import dequantise
-from moepack.quantize.methods import quantise
-
-if TYPE_CHECKING:
-    from torch import nn
+from moepack.quantize.methods import quantise, quantise_all
 
 AFFINE = ("w1d2", "w2", "w2d3", "w3d4")
 TRELLIS = ("t2", "t2d3", "t3")
-COLUMNS = ("recipe", "version", "bits/weight", "KL", "+-", "of affine", "normal error", "us a weight")
-Fit = Callable[[Tensor, Tensor, int], Tensor]  # weight [rows, cols], moments, 0 for gate and up or 1 for down
 
 
-@dataclass
-class Seen:
-    """The experts of one layer, and what reached them."""
-
-    module: nn.Module  # with gate_up_proj and down_proj
-    inputs: list[Tensor]
-    chosen: list[Tensor]
-
-    def see(self, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        """A forward pre-hook."""
-        self.inputs.append(arguments[0])
-        self.chosen.append(arguments[1])
-
-    def of(self, expert: int) -> Tensor:
-        """The inputs that were sent to an expert, or all of them where it got fewer than 64."""
-        inputs = torch.cat(self.inputs)
-        own = inputs[(torch.cat(self.chosen) == expert).any(-1)]
-        return own if len(own) >= 64 else inputs
-
-    def fitted(self, by: Fit) -> list[Tensor]:
-        """Both matrices of all experts, quantised."""
-        first, second = (self.module.get_parameter(name).data for name in ("gate_up_proj", "down_proj"))
-        act = cast("Callable[[Tensor], Tensor]", self.module.get_submodule("act_fn"))
-
-        def hidden(x: Tensor, weight: Tensor) -> Tensor:
-            gate, up = (x @ weight.T).chunk(2, dim=-1)
-            return act(gate) * up
-
-        made = first.clone(), second.clone()
-        for expert in range(len(first)):
-            x = self.of(expert)
-            made[0][expert] = by(first[expert], x.T @ x / len(x), 0)
-            exact = hidden(x, first[expert])
-            got = hidden(x, made[0][expert])
-            product = got.T @ got / len(x)
-            damping = (RIDGE + SPARSE * len(product) / len(x)) * float(product.diagonal().mean())
-            missing = got.T @ (exact - got) / len(x)
-            shift = torch.linalg.solve(product + damping * torch.eye(len(product)), missing)
-            made[1][expert] = by(second[expert] + second[expert] @ shift.T, product, 1)
-        return list(made)
+def fitted(layer: Layer, version: Version) -> list[Tensor]:
+    """Both matrices of all experts as a build with `refine` makes them at a version, float32 [experts, rows, cols]."""
+    settings = Settings("gptq", (version,), refine=True)
+    experts = range(layer.weights.layer.experts)
+    batch = gather_batch(layer.module, layer.weights, experts, layer.seen, settings, torch.device("cpu"))
+    moments = torch.stack([m.mean() for m in batch_moments(batch)[0]])
+    first = quantise_all("gptq", batch.weights[0], moments, [version])
+    second = refit_down(batch, settings, first)
+    return [dequantise(made[version], version.at(i)) for i, made in enumerate((first, second))]
 
 
 def of_model(folder: Path, learn: Tensor, held: Tensor, step: int) -> list[Row]:
     """A row a version. `learn` and `held` are int64 [windows, length]; every `step`-th layer is quantised."""
+    layers = list(observed(folder, learn))[::step]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    found = [m for m in model.modules() if getattr(getattr(m, "gate_up_proj", None), "ndim", 0) == 3]
-    layers = [Seen(module, [], []) for module in found[::step]]
-    hooks = [layer.module.register_forward_pre_hook(layer.see) for layer in layers]
-    with torch.inference_mode():
-        for window in learn:
-            model(window[None], logits_to_keep=1)
-    for hook in hooks:
-        hook.remove()
+    modules = [model.get_submodule(layer.weights.layer.module) for layer in layers]
+    weights = [module.get_parameter(n).data for module in modules for n in ("gate_up_proj", "down_proj")]
     reference = log_probabilities(model, held)
-    shapes = [Matrix("", *layers[0].module.get_parameter(n).shape[1:]) for n in ("gate_up_proj", "down_proj")]
+    shapes = layers[0].weights.layer.matrices
     rows: list[Row] = []
     for name in (*AFFINE, *TRELLIS):
         version = Version.of(name, Quantize().size(name), scale_bits=8)
         bits = 8 * sum(s.size for s in version.sections(shapes)) / sum(m.weights for m in shapes)
-        divergence = _divergence(model, layers, partial(_fitted, version), held, reference)
+        with torch.inference_mode(), replaced(weights, [made for layer in layers for made in fitted(layer, version)]):
+            divergence = Mean.of(divergence_of(model, held, reference))
         kind = "trellis" if version.trellis else "affine"
         row: Row = {"recipe": kind, "version": name, "bits/weight": bits, "KL": divergence.value, "+-": divergence.half}
         print(row, flush=True)
         rows.append(row)
     left = at_equal_bits(rows, "affine", "trellis")
     return [row | {"of affine": left[row["version"]]} if row["version"] in left else row for row in rows]
-
-
-def _fitted(version: Version, weight: Tensor, moments: Tensor, matrix: int) -> Tensor:
-    made = quantise("gptq", weight[None], moments[None], version, matrix=matrix)
-    return dequantise(made, version.at(matrix))[0]
-
-
-def _divergence(model: PreTrainedModel, layers: Sequence[Seen], by: Fit, held: Tensor, reference: list[Tensor]) -> Mean:
-    weights = [layer.module.get_parameter(n).data for layer in layers for n in ("gate_up_proj", "down_proj")]
-    with torch.inference_mode():
-        made = [matrix for layer in layers for matrix in layer.fitted(by)]
-        with replaced(weights, made):
-            return Mean.of(divergence_of(model, held, reference))
 
 
 def of_normal() -> Iterator[Row]:
@@ -154,7 +100,7 @@ def main() -> None:
         learn, held = _windows(args, Path(work))
     model = EXAMPLES / "mini-qwen3-moe" if args.quick else args.model
     rows = [*of_normal(), *of_model(model, learn, held, 1 if args.quick else args.layers)]
-    finish("trellis codes", COLUMNS, rows, [], args.json)
+    finish("trellis codes", rows, [], args.json)
 
 
 def _windows(args: argparse.Namespace, work: Path) -> tuple[Tensor, Tensor]:

@@ -29,9 +29,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.common import Row, arguments, machine, show
+from benchmarks.common import Row, Target, arguments, machine, show
 
 from .rows import Rows, Setting, write
 from .run import ROOT, Stage, child
@@ -135,17 +136,9 @@ def _put(document: Row, row: Row) -> None:
         kept.append(row)
     elif row["value"] is not None or kept[same[0]]["value"] is None:
         kept[same[0]] = row
-    document["targets"] = [
-        {
-            "name": f"{r['stage']}: {r['row']}",
-            "value": r["value"],
-            "target": r["limit"],
-            "better": "lower",
-            "met": r["verdict"] == "holds",
-        }
-        for r in kept
-        if r["verdict"] in ("holds", "FAILS")
-    ]
+    held = [r for r in kept if r["verdict"] in ("holds", "FAILS")]
+    targets = [Target(f"{r['stage']}: {r['row']}", r["value"], r["limit"], "lower") for r in held]
+    document["targets"] = [{**asdict(t), "met": t.met} for t in targets]
 
 
 def probed() -> Row:
@@ -186,9 +179,8 @@ def main() -> None:
         except ValueError as error:
             parser.error(str(error))
         rows = measure(setting, names, args.minutes, args.stage_seconds, out, document)
-    columns = ["stage", "row", "value", "unit", "limit", "verdict"]
     cells = [{k: "" if v is None else v for k, v in row.items()} for row in rows]
-    show(f"GPU day: {setting.gpu or 'no CUDA device'}", columns, cells)
+    show(f"GPU day: {setting.gpu or 'no CUDA device'}", cells)
     raise SystemExit(any(row["verdict"] == "FAILS" for row in rows))
 
 

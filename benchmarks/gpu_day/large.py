@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 import moepack
-from benchmarks.common import Row
+from benchmarks.common import Row, least_budget
 from benchmarks.limited.shapes import SHAPES, Shape, text
 from moepack.families.arguments import with_cache
-from moepack.runtime.planning.exceeded import TooSmallError
 
 from .bundles import made_bundle, sized
 from .rows import Entry, Measured, Rows, Setting
@@ -90,10 +89,7 @@ def _load(setting: Setting, shape: Shape, policy: str, budget: float | None) -> 
         all_logits=False,
     )
     if budget is not None and setting.small:
-        try:
-            load(device_memory=1000)
-        except TooSmallError as error:
-            budget = 1.25 * error.least
+        budget = 1.25 * least_budget(lambda memory: load(device_memory=memory))
     model: ServedModel = load(device_memory=None if budget is None else round(budget))
     return model
 

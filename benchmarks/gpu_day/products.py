@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.kernels import gpu
-from benchmarks.kernels.layers import _random, module_like
+from benchmarks.kernels.layers import module_like, random_matrix
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts.forward import reference_forward
 from moepack.runtime.experts.gpu import forward
@@ -69,7 +69,7 @@ def _layer(matrices: tuple[Matrix, ...], version: Version, experts: int, device:
     made = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device)
     rng = np.random.default_rng(0)
     for e in range(experts):
-        drawn = [_random(m, version.at(i), rng) for i, m in enumerate(matrices)]
+        drawn = [random_matrix(m, version.at(i), rng) for i, m in enumerate(matrices)]
         biases = [rng.integers(0x3D00, 0x3E00, m.rows).astype(np.uint16) if m.bias else None for m in matrices]
         parts = [replace(d, bias=b) for d, b in zip(drawn, biases, strict=True)]
         extent = np.zeros(version.resident_size(matrices), np.uint8)

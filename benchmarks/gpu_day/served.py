@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 import moepack
-from benchmarks.common import Row
+from benchmarks.common import Row, least_budget
+from benchmarks.decoding import reading
 from benchmarks.limited.shapes import SHAPES, Shape
-from moepack.families.arguments import cache_in, with_cache
+from moepack.families.arguments import with_cache
 from moepack.pack.reader import open_bundle
 from moepack.runtime.devices import cuda
-from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.policies.contract import Key
 from moepack.runtime.store.files import BackingStore
 
@@ -120,11 +120,7 @@ def _room(setting: Setting) -> float:
 def _least(setting: Setting) -> int:
     """The least budget, and what promotions leave free in it."""
     path = made_bundle(setting, DEEP)
-    try:
-        moepack.load(path, device_memory=1000, **_options(setting))
-        raise AssertionError("a budget of 1,000 bytes was not refused")
-    except TooSmallError as error:
-        least = error.least
+    least = least_budget(lambda memory: moepack.load(path, device_memory=memory, **_options(setting)))
     whole = moepack.load(path, device_memory=round(least + _room(setting)), **_options(setting))
     manager = whole.moepack.manager
     assert manager is not None
@@ -170,11 +166,10 @@ def _settle(live: ResidencyManager) -> None:
 def _steps(model: PreTrainedModel, setting: Setting, steps: int) -> None:
     """Read a prompt, and decode so many tokens."""
     with torch.inference_mode():
-        out = model(torch.ones(1, 16, dtype=torch.long, device=setting.torch), use_cache=True)
+        run = reading(model)
+        run(torch.ones(1, 16, dtype=torch.long, device=setting.torch))
         for step in range(steps):
-            ids = torch.full((1, 1), 5 + step, device=setting.torch)
-            out = model(ids, use_cache=True, **with_cache(model, cache_in(out)))
-            out.logits[0, -1, 0].item()
+            run(torch.full((1, 1), 5 + step, device=setting.torch))[0, -1, 0].item()
 
 
 def _used(setting: Setting) -> float:
@@ -279,9 +274,8 @@ def _decode(model: PreTrainedModel, cache: StaticCache, setting: Setting, steps:
     return out
 
 
-@contextlib.contextmanager
-def _captured(setting: Setting) -> Iterator[tuple[ServedModel, StaticCache, list[str]]]:
-    """A served model whose step is a graph, and its cache."""
+def replayed(setting: Setting) -> Measured:
+    """The greatest difference of logits between a replay after promotions and the same step launched one by one."""
     from transformers import StaticCache
 
     with captures() as said, served(setting, 0.5) as model:
@@ -289,12 +283,6 @@ def _captured(setting: Setting) -> Iterator[tuple[ServedModel, StaticCache, list
         _decode(model, cache, setting, 6)
         if not any("is now" in text for text in said):
             raise Skipped(said[-1] if said else "the runtime captured no graph")
-        yield model, cache, said
-
-
-def replayed(setting: Setting) -> Measured:
-    """The greatest difference of logits between a replay after promotions and the same step launched one by one."""
-    with _captured(setting) as (model, cache, said):
         live = model.moepack.manager
         assert live is not None
         before = live.residency.counts.promotions

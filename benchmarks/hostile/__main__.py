@@ -28,11 +28,10 @@ def main() -> None:
     for line in found.wrong[:50]:
         print(line)
     targets = [Target("cases that neither opened nor were refused", len(found.wrong), 0, "lower")]
-    columns = ["cases", "opened", "refused", "wrong"]
     formats = found.rows("format", found.by_subject)
-    show("Hostile bundles and checkpoints, by format", ["format", *columns], formats)
+    show("Hostile bundles and checkpoints, by format", formats)
     rows = found.rows("changed", found.by_kind)
-    finish("By what is changed", ["changed", *columns], rows, targets, options.json, {"formats": formats})
+    finish("By what is changed", rows, targets, options.json, {"formats": formats})
 
 
 if __name__ == "__main__":

@@ -13,21 +13,8 @@ from pathlib import Path
 from typing import Any
 
 NUMBERS = (0, -1, 1, 2, 3, 255, 4095, 4096, 1 << 20, 1 << 31, (1 << 32) - 1, 1 << 47, 1 << 63, (1 << 64) - 1, 10**400)
-TEXTS = (
-    "",
-    "..",
-    "../../outside/file",
-    "/etc/passwd",
-    "a/../b",
-    "\0",
-    "w9",
-    "\ud800",
-    "A" * 70_000,
-    "CON",
-    "%s",
-    "{}",
-    "config.json",
-)
+PATHS = ("", "..", "../../outside/file", "/etc/passwd", "a/../b")
+TEXTS = (*PATHS, "\0", "w9", "\ud800", "A" * 70_000, "CON", "%s", "{}", "config.json")
 VALUES: tuple[object, ...] = (*NUMBERS, *TEXTS, None, True, False, 0.5, 1e308, [], {}, [[]], {"": ""})
 
 

@@ -15,24 +15,18 @@ from moepack.pack.codec.released import CODES, ReleasedMatrix
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 
-SHAPES = {  # hidden, intermediate, experts, top_k
-    "Qwen3-30B-A3B": (2048, 768, 128, 8),
-    "DeepSeek-V2-Lite": (2048, 1408, 64, 6),
-    "Phi-3.5-MoE": (4096, 6400, 16, 2),
-    "gpt-oss-20b": (2880, 2880, 32, 4),
-    "Mixtral-8x7B": (4096, 14336, 8, 2),
-}
+SIZES = (2048, 768, 128, 8)  # of Qwen3-30B-A3B: hidden, intermediate, experts, top_k
 VERSIONS = (Version.of("bf16"), *(Version.of(f"w{bits}", 128) for bits in (8, 4, 3, 2, 1)))
 RELEASED = tuple(Version.of(n) for n in ("mxfp4", "nvfp4", "fp8", "mxfp8", "fp8row"))  # which a GPU does not run yet
 NAMED = tuple(map(Version.of, ("w4d5", "w3d4", "w2d3", "w1d2", "t3", "t2d3", "t2")))  # measured where they are named
 HUGE = 2 << 20
 
 
-def paged(count: int, size: int, pages: str) -> torch.Tensor:
-    """Memory of its own for `count` extents, uint8 [count, size], in huge pages or of 4 KiB."""
+def paged(count: int, size: int) -> torch.Tensor:
+    """Memory of its own for `count` extents, uint8 [count, size], in huge pages."""
     room = mmap.mmap(-1, -(-count * size // HUGE) * HUGE + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
-        room.madvise(mmap.MADV_HUGEPAGE if pages == "huge" else mmap.MADV_NOHUGEPAGE)
+        room.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(room, dtype=torch.uint8)  # which keeps the mapping
     begin = -flat.data_ptr() % HUGE
     return flat[begin : begin + count * size].view(count, size)
@@ -41,21 +35,18 @@ def paged(count: int, size: int, pages: str) -> torch.Tensor:
 class Pool:
     """Many experts of one version: copies of one, each in its own memory."""
 
-    def __init__(self, matrices: tuple[Matrix, ...], version: Version, count: int, pages: str) -> None:
+    def __init__(self, matrices: tuple[Matrix, ...], version: Version, count: int) -> None:
         self.version = version
         self.size = version.resident_size(matrices)
-        self.memory = paged(count, -(-self.size // 64) * 64, pages)
+        self.memory = paged(count, -(-self.size // 64) * 64)
         rng = np.random.default_rng(0)
         one = np.zeros(self.memory.shape[1], np.uint8)
         plain = plain_weights(torch.from_numpy(one), sections_of(matrices, version))
         for weights in plain:
             weights.copy_(torch.from_numpy(rng.standard_normal(weights.shape, np.float32) * np.float32(0.02)))
         if not plain:
-            version.restore(
-                matrices,
-                version.encode(matrices, [_random(m, version.at(i), rng) for i, m in enumerate(matrices)])[0],
-                one,
-            )
+            values = [random_matrix(m, version.at(i), rng) for i, m in enumerate(matrices)]
+            version.restore(matrices, version.encode(matrices, values)[0], one)
         self.memory.copy_(torch.from_numpy(one))
         self.addresses = np.array([row.data_ptr() for row in self.memory], np.uint64)
 
@@ -67,7 +58,7 @@ class Pool:
         return self.memory[which][: self.size]
 
 
-def _random(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
+def random_matrix(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
     if version.zero == "none" and version.released:
         return _released(m, version, rng)
     shape = (m.rows, -(-m.cols // version.group_size))

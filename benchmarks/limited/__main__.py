@@ -12,7 +12,7 @@ A side is a process in a control group of its own that holds its memory and its 
 the page cache, and reads three texts of three topics one after another: a prompt of 512 tokens at once, then the next
 128 one by one, the same ids on every side. The first 64 of those do not count.
 
-Sides: moepack:POLICY[:dense=VERSION] in `memory=` a 64th below the limit; llama:MIX[:no-mmap][:repack]. With :avx2 a
+Sides: moepack:POLICY[:dense=VERSION] in `memory=` a 64th below the limit; llama:MIX. With :avx2 a
 side is held to AVX2, llama.cpp in a build of its own: `MOEPACK_ISA=avx2 python -m benchmarks.peers --install` makes it.
 With :read-ahead=KB at the end the disk reads so far ahead of page faults meanwhile (Linux' own value is 128, which
 llama.cpp's default row has); moepack reads past the page cache. Rows are kept in rows.json beside the model, and
@@ -26,6 +26,7 @@ import os
 
 from benchmarks.common import Row, arguments, finish
 from benchmarks.peers.worker import PeerError
+from moepack.runtime.planning.sizes import parse_size
 
 from .make import home, make
 from .rows import Asked, kept, measure
@@ -33,6 +34,7 @@ from .shapes import SHAPES, Shape, read_rows
 
 SIDES = ("moepack:hotness:lo=stored:dense=w4", "moepack:lru:lo=absent:dense=w4", "llama:Q4_K_M:read-ahead=128")
 QUICK = ("moepack:hotness:lo=stored:dense=w4", "moepack:static:w2:dense=w4")
+# tokens of a text that are read at once, and one by one
 PROMPT = 512
 DECODE = 128
 COLUMNS = (
@@ -49,15 +51,6 @@ COLUMNS = (
 )
 
 
-def size(text: str) -> int:
-    """Bytes of a size such as 6GB or 6GiB."""
-    from moepack.runtime.planning.sizes import parse_size
-
-    found = parse_size(text)
-    assert found is not None
-    return found
-
-
 def parsed() -> argparse.Namespace:
     """The arguments."""
     parser = arguments(__doc__)
@@ -65,15 +58,15 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--make", action="store_true", help="generate the model and stop")
     parser.add_argument("--gguf", nargs="*", default=["Q4_K_M"], metavar="MIX", help="files that --make writes")
     parser.add_argument("--disk", type=float, default=45.5, help="GB that the model's files may take (default: 45.5)")
-    parser.add_argument("--cage", nargs="+", type=size, default=[6 * 10**9, 10**10], metavar="SIZE")
+    parser.add_argument("--cage", nargs="+", type=parse_size, default=[6 * 10**9, 10**10], metavar="SIZE")
     parser.add_argument("--sides", nargs="+", default=SIDES, metavar="SIDE")
     parser.add_argument("--seconds", type=float, default=600, help="after which a row is stopped (default: 600)")
-    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a text that are read at once")
-    parser.add_argument("--decode", type=int, default=DECODE, help="and one by one")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--again", action="store_true", help="run rows again that are there")
     parser.add_argument("--kept", action="store_true", help="run nothing: print the rows that are there")
     args = parser.parse_args()
+    args.prompt = PROMPT
+    args.decode = DECODE
+    args.threads = len(os.sched_getaffinity(0))
     if args.quick:
         args.shape = "tiny"
         args.sides = QUICK
@@ -99,7 +92,7 @@ def main() -> None:
     except PeerError as error:
         raise SystemExit(str(error)) from None
     facts = {"shape": args.shape, "prompt": args.prompt, "decode": args.decode, "threads": args.threads}
-    finish(f"{shape.name} in a memory limit", COLUMNS, rows, [], args.json, facts)
+    finish(f"{shape.name} in a memory limit", rows, [], args.json, facts, COLUMNS)
 
 
 def measured(shape: Shape, args: argparse.Namespace) -> list[Row]:

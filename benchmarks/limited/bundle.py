@@ -22,6 +22,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 
+from benchmarks.common import Row
 from moepack.calibrate.forward import Observation
 from moepack.calibrate.statistics import routing_statistics
 from moepack.pack.codec.affine import AffineMatrix, put_rows
@@ -38,7 +39,7 @@ from moepack.quantize.dense_matrix import row_shards
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
 
-from .shapes import TOPICS, Shape, text, word
+from .shapes import CONTEXT, TOPICS, Shape, text, word
 from .weights import ADDED, Weights, chosen
 
 DENSE_VERSIONS = (Version.of("w8", 128), Version.of("w4", 128))
@@ -185,19 +186,11 @@ def write_bundle(shape: Shape, target: Path) -> None:
         for name, words in tokenizer(shape).items():
             writer.path(name).write_text(words)
             writer.add(name)
-        model = {
-            "architecture": "Qwen3MoeForCausalLM",
-            "decoder_layers": shape.layers,
-            "expert_dtype": shape.released,
-            "model_type": "qwen3_moe",
-        }
-        calibration = {"samples": TOPICS * WINDOWS, "length": WINDOW, "sources": ["generated"]}
-        provenance = {
-            "checkpoint": {"name": shape.name},
-            "calibration": calibration,
-            "method": METHOD,
-            "tools": {"python": platform.python_version()},
-        }
+        model: Row = {"architecture": "Qwen3MoeForCausalLM", "model_type": "qwen3_moe"}
+        model |= {"decoder_layers": shape.layers, "expert_dtype": shape.released}
+        provenance: Row = {"checkpoint": {"name": shape.name}, "method": METHOD}
+        provenance["calibration"] = {"samples": TOPICS * WINDOWS, "length": WINDOW, "sources": ["generated"]}
+        provenance["tools"] = {"python": platform.python_version()}
         shutil.rmtree(aside)
         writer.finish(
             Manifest(model, layers, maker.versions, {}, {}, provenance, dense=dense, dense_versions=DENSE_VERSIONS)
@@ -208,10 +201,7 @@ def tokenizer(shape: Shape) -> dict[str, str]:
     """The files of a tokenizer that has a word for every id, so that what a model says is a text."""
     words = Tokenizer(WordLevel({word(i): i for i in range(shape.vocabulary)}, unk_token=word(0)))
     words.pre_tokenizer = WhitespaceSplit()
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": shape.config()["max_position_embeddings"],
-    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": CONTEXT}
     return {"tokenizer.json": words.to_str(), "tokenizer_config.json": json.dumps(config, indent=2) + "\n"}
 
 

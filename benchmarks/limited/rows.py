@@ -43,8 +43,8 @@ class Asked:
     """A row that is asked for.
 
     Attributes:
-        side: "moepack:POLICY[:dense=VERSION]", "llama:MIX[:no-mmap][:repack]";
-            ":avx2" behind these holds the side to AVX2, and ":read-ahead=KB" at the end sets the disk.
+        side: "moepack:POLICY[:dense=VERSION]" or "llama:MIX"; ":avx2" behind these holds the side to AVX2, and
+            ":read-ahead=KB" at the end sets the disk.
         cage: bytes.
         prompt, decode: tokens of each text.
         seconds: after which the side is stopped.
@@ -69,14 +69,14 @@ class Asked:
         """What is run. Raises PeerError where llama.cpp, or the model, is not there."""
         who, _, rest = self.side.partition(":")
         rest = rest.partition(":read-ahead=")[0].removesuffix(":avx2")
+        policy, *dense = rest.split(":dense=")
+        options = [policy, *(f"dense={version}" for version in dense)]
         if who == "moepack":
-            options = moepack_options(rest)
             path = bundle_of(shape)
             memory = self.cage - max(self.cage // MARGIN, LEAST_MARGIN)
             run = [sys.executable, "-m", "benchmarks.limited.ours"]
         elif who == "llama":
-            mix, *options = rest.split(":")
-            path = gguf_of(shape, mix)
+            path = gguf_of(shape, rest)
             memory = self.cage
             peer = environments.LLAMA_AVX2 if self.environment else environments.LLAMA
             python = environments.environment(peer, install=False)
@@ -86,13 +86,6 @@ class Asked:
         if not path.exists():
             raise PeerError(f"{path} is not there: --make")
         return [*run, json.dumps(asdict(Order(str(path), options, memory, self.threads, self.prompt, self.decode)))]
-
-
-def moepack_options(text: str) -> list[str]:
-    """The policy, whose own options follow a colon, and what comes after it."""
-    parts = text.split(":")
-    own = [p for p in parts if not p.startswith("dense=")]
-    return [":".join(own), *(p for p in parts if p.startswith("dense="))]
 
 
 def measure(asked: Asked, shape: Shape) -> Row:

@@ -22,6 +22,7 @@ WORDS = 96
 STAY = 48
 ZIPF = 0.8
 BITS = {"bf16": 10.7, "mxfp4": 4.25, "w4": 4.19, "w2": 2.375}  # of a weight
+CONTEXT = 4096
 NAMES = ("first", "second", "third")  # the topics' names in tables
 
 
@@ -59,11 +60,8 @@ class Shape:
         """About what the bundle takes: experts in their versions, the embedding in BF16, the rest in `w8` and `w4`."""
         rest = self.attention_weights
         table = self.vocabulary * self.hidden
-        return (
-            self.expert_weights * sum(BITS[name] for name, _ in self.groups) / 8
-            + (rest + table) * (8.19 + 4.19) / 8
-            + 2 * table
-        )
+        experts = self.expert_weights * sum(BITS[name] for name, _ in self.groups)
+        return (experts + (rest + table) * (8.19 + 4.19)) / 8 + 2 * table
 
     def gguf_bytes(self, mix: str) -> float:
         """About what a GGUF file takes."""
@@ -93,7 +91,7 @@ class Shape:
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "max_position_embeddings": 4096,
+            "max_position_embeddings": CONTEXT,
             "rms_norm_eps": 1e-6,
             "rope_theta": 1e6,
             "hidden_act": "silu",

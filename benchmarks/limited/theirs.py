@@ -23,8 +23,7 @@ class Llama(Side):
     """A GGUF file in a context of its own."""
 
     def __init__(self, order: Order) -> None:
-        repacked, mapped = "repack" in order.options, "no-mmap" not in order.options
-        self._model = Model(order.path, order.length, order.prompt, order.threads, repacked, mapped)
+        self._model = Model(order.path, order.length, order.prompt, order.threads, repacked=False)
 
     def begin(self) -> None:
         """See Side."""

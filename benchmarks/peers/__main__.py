@@ -1,7 +1,6 @@
 """moepack beside llama.cpp on a CPU, in one run.
 
-    python -m benchmarks.peers [--threads N ...] [--checkpoint MODEL ...] [--calibration FILE] [--data FILE]
-                               [--only models|quality ...] [--install]
+    python -m benchmarks.peers [--checkpoint MODEL ...] [--calibration FILE] [--data FILE] [--install]
 
 llama-cpp-python, compiled for this processor without BLAS, is installed into an environment of its own, under the
 user's cache, when it is not there; `--install` does no more, and `--quick` installs nothing. With MOEPACK_ISA=avx2 it
@@ -37,32 +36,7 @@ from .worker import PeerError, Worker
 AVX2 = os.environ.get("MOEPACK_ISA") in ("plain", "avx2")
 PEER = environments.LLAMA_AVX2 if AVX2 else environments.LLAMA
 MODULES = {"moepack": "ours", "llama.cpp": "llama"}
-PARTS = ("models", "quality")
 DISK = 12e9  # bytes that the files of the model may take
-COLUMNS = {
-    "models": [
-        "rest",
-        "threads",
-        "side",
-        "decode tokens/s",
-        "prefill tokens/s",
-        "decode over llama.cpp's best",
-        "prefill over llama.cpp's best",
-        "not measured",
-    ],
-    "quality": [
-        "model",
-        "quantised",
-        "who",
-        "encoding",
-        "bits/weight",
-        "error",
-        "KL, mnat",
-        "+-",
-        "added, %",
-        "added +-",
-    ],
-}
 
 
 class Sides:
@@ -93,7 +67,7 @@ class Sides:
         env = {"XDG_CACHE_HOME": str(self.scratch)} if who == "moepack" else {}
         module = MODULES[who]
         log = self.scratch / f"{module}.log"
-        return Worker(self.python[who], f"benchmarks.peers.{module}", processors(threads), log, env, threads)
+        return Worker(self.python[who], f"benchmarks.peers.{module}", processors(threads), log, env)
 
     def versions(self) -> dict[str, str]:
         """Return what llama.cpp is, or why it is missing."""
@@ -115,54 +89,48 @@ def processors(count: int) -> list[int]:
 def main() -> None:
     """Parse arguments, install, measure, print."""
     parser = arguments(__doc__)
-    parser.add_argument("--threads", action="append", type=int, help="default: 1 and 2")
     parser.add_argument("--checkpoint", action="append", type=Path, help="default: examples/mini-qwen3-moe")
     parser.add_argument("--calibration", action="append", help="text to make moments from")
     parser.add_argument("--data", action="append", help="text to measure on")
-    parser.add_argument("--group-size", type=int, default=64, help="of moepack's versions")
-    parser.add_argument("--only", action="append", choices=PARTS, help="default: both parts")
     parser.add_argument("--install", action="store_true", help="install llama.cpp and stop")
     args = parser.parse_args()
-    most = len(os.sched_getaffinity(0))
-    threads = [n for n in args.threads or ([1] if args.quick else [1, 2]) if n <= most]
-    parts = args.only or PARTS
-    rows: dict[str, list[Row]] = {part: [] for part in parts}
+    rows: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         sides = Sides(Path(scratch), install=args.install or not args.quick)
         if args.quick and not args.install and sides.missing:
             return  # there is nothing to stand beside
         peers = sides.versions()
         if not args.install:
-            for part in parts:
-                rows[part] = _models(sides, args, threads, peers) if part == "models" else _quality(sides, args)
-    for part in parts if not args.install else ():
-        show(part, COLUMNS[part], rows[part])
+            rows["models"] = _models(sides, args.quick, peers)
+            rows["quality"] = _quality(sides, args)
+    for part, of_part in rows.items():
+        show(part, of_part)
     for name, what in peers.items():
         print(f"{name}: {what}")
     if args.install:
         return
-    every = [{"part": part, **row} for part in parts for row in rows[part]]
+    every = [{"part": part, **row} for part, of_part in rows.items() for row in of_part]
     gaps = [row for row in every if "not measured" in row]
     whole = {"rows": every, "peers": peers}  # in the file, in place of the gaps that are shown last
-    finish("not measured", ["part", "side", "not measured"], gaps, judged(every), args.json, whole)
+    finish("not measured", gaps, judged(every), args.json, whole)
 
 
-def _models(sides: Sides, args: argparse.Namespace, threads: list[int], peers: dict[str, str]) -> list[Row]:
+def _models(sides: Sides, quick: bool, peers: dict[str, str]) -> list[Row]:
     """Rows of whole models by number of threads; what moepack's kernels are is added to `peers`."""
     from .whole import MATCHES, measure
 
-    shape = SHAPES["tiny" if args.quick else "four"]
+    shape = SHAPES["tiny" if quick else "four"]
     try:
         make(shape, [match.mix for match in MATCHES] if "llama.cpp" in sides.python else [], DISK)
     except PeerError as error:
         raise SystemExit(str(error)) from None
     rows = []
-    for count in threads:
+    for count in range(1, 1 + min(1 if quick else 2, len(os.sched_getaffinity(0)))):
         with ExitStack() as stack:
             workers = {who: stack.enter_context(sides.start(who, count)) for who in sides.python}
             peers[f"moepack, {count} threads"] = workers["moepack"].call("tune")
             for match in MATCHES:
-                rows += measure(workers, shape, match, *((8, 2.0) if args.quick else (24, 20.0)), count)
+                rows += measure(workers, shape, match, *((8, 2.0) if quick else (24, 20.0)), count)
     return rows
 
 
@@ -176,7 +144,7 @@ def _quality(sides: Sides, args: argparse.Namespace) -> list[Row]:
         llama = None
         if "llama.cpp" in sides.python:
             llama = stack.enter_context(sides.start("llama.cpp", len(os.sched_getaffinity(0))))
-        every = quality.encodings(args.group_size, llama, sides.scratch)
+        every = quality.encodings(llama, sides.scratch)
         rows = quality.of_generated(shapes, every)
         for checkpoint in args.checkpoint or [EXAMPLES / "mini-qwen3-moe"]:
             rows += quality.of_model(checkpoint, calibration, data, windows, every)

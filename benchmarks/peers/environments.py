@@ -14,6 +14,8 @@ import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from moepack.pack.user_files import cache_path
+
 from .worker import PeerError
 
 LLAMA = "llama-cpp"
@@ -27,9 +29,11 @@ FLAGS = {  # what it is compiled with, by the name of its environment
 
 
 def cache() -> Path:
-    """Where environments and generated models are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "moepack" / "peers"
+    """Where environments are kept, and beside it generated models."""
+    found = cache_path("peers")
+    if found is None:
+        raise PeerError("there is no home directory to keep environments and generated models in")
+    return found
 
 
 def _stamp(name: str) -> dict[str, object]:

@@ -99,17 +99,16 @@ class Model:
         path: the file.
         context, batch: tokens of a text, and of a pass.
         count: threads.
-        repacked: whether weights are copied into llama.cpp's own layout, or stay as they stand in the file.
-        mapped: whether the file is mapped or read.
+        repacked: whether weights are copied into llama.cpp's own layout, or stay as they stand in the mapped file.
     """
 
-    def __init__(self, path: str, context: int, batch: int, count: int, repacked: bool, mapped: bool = True) -> None:
+    def __init__(self, path: str, context: int, batch: int, count: int, repacked: bool) -> None:
         self._llama = llama = importlib.import_module("llama_cpp")
         llama.llama_backend_init()
         asked = llama.llama_model_default_params()
         asked.use_extra_bufts = repacked
         asked.n_gpu_layers = 0
-        asked.use_mmap = mapped
+        asked.use_mmap = True
         self._model = llama.llama_model_load_from_file(path.encode(), asked)
         if not self._model:
             raise MemoryError(f"llama.cpp does not load {path}")
@@ -196,11 +195,4 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    calls = (
-        open_model,
-        run_model,
-        close_model,
-        quantised,
-        versions,
-    )
-    answer({f.__name__: f for f in calls})
+    answer({f.__name__: f for f in (open_model, run_model, close_model, quantised, versions)})

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import Row
-from benchmarks.decoding import Mean
-from benchmarks.quantise import LENGTH, generated, of_checkpoint
-from moepack.pack.spec import Matrix, Version, version_names
+from benchmarks.decoding import Mean, divergence
+from benchmarks.quantise import GROUP, LENGTH, generated, of_checkpoint
+from moepack.pack.spec import Matrix, Version
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import DEFAULT, quantise_all
 
@@ -99,20 +99,18 @@ def attention(model: PreTrainedModel) -> list[WatchedLinear]:
     return out
 
 
-def encodings(group_size: int, llama: Worker | None, scratch: Path) -> list[Encoding]:
+def encodings(llama: Worker | None, scratch: Path) -> list[Encoding]:
     """Both sides' encodings, with what each takes of a matrix of 2,048 columns."""
     m = Matrix("m", 1024, 2048)
     out = []
     for name in OURS:
-        if name in version_names():
-            version = Version.of(name, group_size)
-            bits = 8 * version.resident_size((m,)) / m.weights
-            out.append(Encoding("moepack", name, bits, partial(_ours, version), 1))
+        version = Version.of(name, GROUP)
+        bits = 8 * version.resident_size((m,)) / m.weights
+        out.append(Encoding("moepack", name, bits, partial(_ours, version), 1))
     if llama is not None:
-        for name in THEIRS:
-            out.append(
-                Encoding("llama.cpp", name, TYPES[name].bits, partial(_theirs, llama, name, scratch), TYPES[name].block)
-            )
+        for kind in (TYPES[name] for name in THEIRS):
+            values = partial(_theirs, llama, kind.name, scratch)
+            out.append(Encoding("llama.cpp", kind.name, kind.bits, values, kind.block))
     return out
 
 
@@ -134,15 +132,8 @@ def of_generated(shapes: Sequence[tuple[int, int]], every: Sequence[Encoding]) -
     for e in every:
         if all(case.weight.shape[2] % e.block == 0 for case in cases):
             got = [x for case in cases for x in case.errors(e.values(case.weight, case.learn))]
-            out.append(
-                {
-                    "model": "generated",
-                    "who": e.who,
-                    "encoding": e.name,
-                    "bits/weight": e.bits,
-                    "error": statistics.geometric_mean(got),
-                }
-            )
+            row = {"model": "generated", "who": e.who, "encoding": e.name, "bits/weight": e.bits}
+            out.append(row | {"error": statistics.geometric_mean(got)})
     return out
 
 
@@ -195,43 +186,34 @@ def of_model(
         row = {"model": checkpoint.name, "quantised": parts, "who": e.who, "encoding": e.name, "bits/weight": e.bits}
         out.append({**row, "error": statistics.geometric_mean(got), **_shown(divergences[key])})
     beside = [one.module.weight.data for one in linears]
-    for name, key, of_linear in _served(fitting):
-        encodings = [of_linear(one) for one in linears]
+    for name, key, encodings in _served(fitting, linears):
         if any(weight.shape[1] % e.block for weight, e in zip(beside, encodings, strict=True)):
             continue
         pairs = zip(linears, encodings, strict=True)
         fitted = [e.values(one.module.weight.data[None], one.moments())[0] for one, e in pairs]
         with replaced([*weights, *beside], [*values[key], *fitted]):
-            divergence = divergence_of(model, ids, reference)
+            found = divergence_of(model, ids, reference)
         size = fitting[key].bits * sum(w.numel() for w in weights)
         size += sum(e.bits * w.numel() for e, w in zip(encodings, beside, strict=True))
         row = {"model": checkpoint.name, "quantised": f"{parts}, attention", "who": key[0], "encoding": name}
         row["bits/weight"] = size / sum(w.numel() for w in (*weights, *beside))
-        row |= _shown(divergence)
+        row |= _shown(found)
         mean = statistics.fmean(divergences[key])
-        more = Mean.of([a - b for a, b in zip(divergence, divergences[key], strict=True)])
+        more = Mean.of([a - b for a, b in zip(found, divergences[key], strict=True)])
         out.append({**row, "added, %": 100 * more.value / mean, "added +-": 100 * more.half / mean})
     return out
 
 
 def _served(
-    every: Mapping[tuple[str, str], Encoding],
-) -> Iterator[tuple[str, tuple[str, str], Callable[[WatchedLinear], Encoding]]]:
-    """What users run, of the encodings that fit: name, the key of the experts' encoding, that of one of attention's."""
-
-    def mixed(mix: str, one: WatchedLinear) -> Encoding:
-        return every["llama.cpp", one.types[mix]]
-
+    every: Mapping[tuple[str, str], Encoding], linears: Sequence[WatchedLinear]
+) -> Iterator[tuple[str, tuple[str, str], list[Encoding]]]:
+    """What users run, of the encodings that fit: name, key of the experts' encoding, attention's, a matrix each."""
     for version, dense in PAIRS:
         if ("moepack", version) in every and ("moepack", dense) in every:
-            yield f"{version}, dense {dense}", ("moepack", version), partial(_alike, every["moepack", dense])
+            yield f"{version}, dense {dense}", ("moepack", version), [every["moepack", dense]] * len(linears)
     for name, (mix, kind) in SERVED.items():
         if ("llama.cpp", kind) in every:
-            yield name, ("llama.cpp", kind), partial(mixed, mix)
-
-
-def _alike(encoding: Encoding, one: WatchedLinear) -> Encoding:
-    return encoding
+            yield name, ("llama.cpp", kind), [every["llama.cpp", one.types[mix]] for one in linears]
 
 
 @contextmanager
@@ -247,21 +229,22 @@ def replaced(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[No
             weight.copy_(value)
 
 
-def _shown(divergence: Sequence[float]) -> dict[str, float]:
-    mean = Mean.of(divergence)
+def _shown(divergences: Sequence[float]) -> dict[str, float]:
+    mean = Mean.of(divergences)
     return {"KL, mnat": 1e3 * mean.value, "+-": 1e3 * mean.half}
 
 
-def log_probabilities(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+def _logs(model: PreTrainedModel, window: Tensor) -> Tensor:
+    """Log-probabilities of a window's tokens, float32 [tokens, vocabulary]."""
     with torch.inference_mode():
-        return [torch.log_softmax(model(window[None]).logits[0].float(), -1) for window in ids]
+        return torch.log_softmax(model(window[None]).logits[0].float(), -1)
+
+
+def log_probabilities(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    """Those of every window [windows, tokens]."""
+    return [_logs(model, window) for window in ids]
 
 
 def divergence_of(model: PreTrainedModel, ids: Tensor, reference: list[Tensor]) -> list[float]:
     """Of the model's own distribution from the one it has now, nats a token, by window."""
-    out = []
-    with torch.inference_mode():
-        for window, best in zip(ids, reference, strict=True):
-            logs = torch.log_softmax(model(window[None]).logits[0].float(), -1)
-            out.append(float((best.exp() * (best - logs)).sum(-1).mean()))
-    return out
+    return [divergence(best, _logs(model, window)) for window, best in zip(ids, reference, strict=True)]

@@ -13,7 +13,6 @@ from benchmarks.limited.shapes import Shape
 from .worker import PeerError, Worker
 
 PROMPT = 512
-REST = "as served"  # the matrices beside experts, as each side's user would have them
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ def measure(
                 worker.call("open_model", key=name, **arguments)
                 opened[name] = worker, name.startswith("moepack")
             except PeerError as error:
-                rows.append({"rest": REST, "threads": threads, "side": name, "not measured": str(error)})
+                rows.append({"threads": threads, "side": name, "not measured": str(error)})
         if any(ours for _, ours in opened.values()):
             rows += _rates(opened, steps, seconds, threads)
     finally:
@@ -86,7 +85,7 @@ def _rates(opened: dict[str, tuple[Worker, bool]], steps: int, seconds: float, t
             try:
                 got = worker.call("run_model", key=name, prompt=prompt, steps=steps)
             except PeerError as error:
-                rows.append({"rest": REST, "threads": threads, "side": name, "not measured": str(error)})
+                rows.append({"threads": threads, "side": name, "not measured": str(error)})
                 del opened[name]
                 continue
             if turns:
@@ -101,7 +100,7 @@ def _rates(opened: dict[str, tuple[Worker, bool]], steps: int, seconds: float, t
         for name in opened
     }
     for name, (_, ours) in opened.items():
-        rows.append({"rest": REST, "threads": threads, "side": name, **rates[name]})
+        rows.append({"threads": threads, "side": name, **rates[name]})
         theirs = [rates[other] for other, (_, mine) in opened.items() if not mine]
         if ours and theirs:
             for what in rates[name]:

@@ -28,27 +28,16 @@ class Worker:
     Args:
         python: its interpreter.
         module: what it runs, a module that ends in `answer(...)`.
-        cpus: the processors that it may use.
+        cpus: the processors that it may use, with a thread on each.
         log: where its standard error goes.
         env: more of its environment.
-        threads: on which it computes; as many as processors without it.
     """
 
-    def __init__(
-        self,
-        python: Path,
-        module: str,
-        cpus: Sequence[int],
-        log: Path,
-        env: Mapping[str, str] | None = None,
-        threads: int | None = None,
-    ) -> None:
-        self.name = module.rpartition(".")[2]
+    def __init__(self, python: Path, module: str, cpus: Sequence[int], log: Path, env: Mapping[str, str]) -> None:
         self.log = log
-        whole = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads or len(cpus)), **(env or {})}
-        self._command = [str(python), "-m", module, str(threads or len(cpus))]
+        self._command = [str(python), "-m", module, str(len(cpus))]
         self._cpus = list(cpus)
-        self._env = whole
+        self._env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(len(cpus)), **env}
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:

@@ -32,18 +32,6 @@ from .claims import prefetch, residency, retention, selector, similarity
 from .session import Session
 
 SHARES = (0.05, 0.3, 0.6)  # of the way from all w2 to all bf16
-CLAIMS = (
-    "own",
-    "other text's",
-    "KL, mnat",
-    "+-",
-    "TPOT p50 ms",
-    "MB demand",
-    "MB ahead",
-    "MB in time",
-    "MB late",
-    "foretold",
-)
 POLICIES = {
     "uniform": "uniform",
     "random": "random",
@@ -56,10 +44,7 @@ POLICIES = {
     "importance, 4/0": "importance:hi=w4,lo=absent",
     "paged": "paged",
 }
-OTHERS = {  # not in the table: for `--only`
-    "hotness, or absent": "hotness:lo=absent,interval=0.2",
-    "hotness, w4 or pinned": "hotness:hi=w4,lo=w4@pinned,interval=0.2",
-}
+OTHERS = {"hotness, w4 or pinned": "hotness:hi=w4,lo=w4@pinned,interval=0.2"}  # not in the table: for `--only`
 
 
 def best_map(bundle: Path, room: int, work: Path) -> str:
@@ -104,31 +89,23 @@ def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: P
 def main() -> None:
     """Parse arguments, build, serve, print."""
     parser = model_arguments(__doc__, 192)
-    parser.add_argument("--bundle", type=Path, help="one that is built already, with bf16, w4, w3, w2 and w1")
     parser.add_argument("--windows", type=int, default=12, help="windows to serve, a file")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens after it")
-    parser.add_argument("--dtype", default="bfloat16", help="of activations")
     named = [*POLICIES, *OTHERS]
     parser.add_argument("--only", nargs="+", choices=named, default=(), metavar="POLICY", help=f"of {', '.join(named)}")
-    parser.add_argument(
-        "--shares", nargs="+", type=float, default=SHARES, help="budgets, from all w2 (0) to all bf16 (1)"
-    )
+    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="budgets, all w2: 0, all bf16: 1")
     args = parser.parse_args()
     quiet_libraries()
     if args.quick:
         args.windows = 2
         args.samples = 32
-        args.prompt = 48
-        args.tokens = 16
+    prompt, tokens = (48, 16) if args.quick else (128, 64)
     shares = SHARES[1:2] if args.quick else args.shares
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        bundle = args.bundle or built(args, work / "bundle", "bf16, w4, w3, w2, w1")
+        bundle = built(args, work / "bundle", "bf16, w4, w3, w2, w1")
         tokenizer = load_tokenizer(bundle)
-        length = args.prompt + args.tokens
-        served = [Text(Path(n).stem, windows(n, tokenizer, length, args.windows)) for n in texts(args)[1]]
-        session = Session(bundle, served, args.prompt, args.dtype)
+        served = [Text(Path(n).stem, windows(n, tokenizer, prompt + tokens, args.windows)) for n in texts(args)[1]]
+        session = Session(bundle, served, prompt)
         best, counted = session.run("static:bf16")
         rows = [session.row("", "all bf16", best, counted, best), *at_budgets(session, best, shares, work, args.only)]
         claims, targets = ([], []) if args.only else similarity(session, work)
@@ -136,11 +113,8 @@ def main() -> None:
             more, others = measure(session, best)
             claims = [*claims, *more]
             targets = [*targets, *others]
-    columns = ["budget", "policy", *(t.name for t in served), "KL, mnat", "+-", "TTFT ms", "TPOT p50 ms", "TPOT p99 ms"]
-    columns += ["MB copied", "MB demand", "MB ahead", "MB in place", "waits", "peak MB", "least MB"]
-    name = args.checkpoint.name if args.bundle is None else args.bundle.name
-    show("the papers' tables", ["table", "what", *dict.fromkeys(k for r in claims for k in r if k in CLAIMS)], claims)
-    finish(f"policies on {name}", columns, rows, targets, args.json, {"claims": claims})
+    show("the papers' tables", claims)
+    finish(f"policies on {args.checkpoint.name}", rows, targets, args.json, {"claims": claims})
 
 
 if __name__ == "__main__":

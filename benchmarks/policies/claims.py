@@ -17,7 +17,7 @@ from benchmarks.common import Row, Target
 from benchmarks.decoding import Decoded, decode
 from moepack.runtime.trace import read_trace
 
-from .session import Session
+from .session import PLENTY, Session
 
 Rows = list[Row]
 LINK = 16_000  # megabytes a second of PCIe 3.0 with 16 lanes, dymoe's testbed
@@ -102,13 +102,10 @@ def prefetch(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     for share in (1 / 3, 2 / 3):
         budget = least + int(share * session.bytes_at("w4")) - session.layer_bytes("w4")
         shown = f"a cache of {share:.0%}"
-        names = {
-            f"{shown}: lru": f"lru:hi=w4,lo=absent,rate={LINK}",
-            f"{shown}: importance, r=1": f"importance:hi=w4,lo=w2,r=1,rate={LINK}",
-            f"{shown}: importance, r=0.9": f"importance:hi=w4,lo=w2,r=0.9,rate={LINK}",
-            f"{shown}: importance, r=0.75": f"importance:hi=w4,lo=w2,r=0.75,rate={LINK}",
-            f"{shown}: importance, r=0.75, no prefetch": f"importance:hi=w4,lo=w2,r=0.75,rate={LINK},prefetch=no",
-        }
+        low = f"importance:hi=w4,lo=w2,rate={LINK}"
+        names = {f"{shown}: lru": f"lru:hi=w4,lo=absent,rate={LINK}"}
+        names |= {f"{shown}: importance, r={r}": f"{low},r={r}" for r in (1, 0.9, 0.75)}
+        names[f"{shown}: importance, r=0.75, no prefetch"] = f"{low},r=0.75,prefetch=no"
         mine = _table(session, best, "importance: bytes", names, budget)
         rows += mine
         lru = mine[0]
@@ -152,11 +149,11 @@ def residency(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     return rows, [Target("paged: KL to all bf16", max(r["KL, mnat"] for r in rows), 0, "lower")]
 
 
-def _table(session: Session, best: Decoded, name: str, policies: dict[str, str], budget: int | None = None) -> Rows:
+def _table(session: Session, best: Decoded, name: str, policies: dict[str, str], budget: int = PLENTY) -> Rows:
     """Perplexity and divergence under policies, a row each; without a budget given everything fits."""
     rows = []
     for shown, policy in policies.items():
-        got, counted = session.run(policy, reference=best) if budget is None else session.run(policy, budget, best)
+        got, counted = session.run(policy, budget, best)
         row = session.row("", policy, got, counted, best)
         row |= {"MB in time": counted["prefetch_in_time"] / 1e6, "MB late": counted["prefetch_late"] / 1e6}
         nll = statistics.fmean(x for values in got.nll.values() for x in values)

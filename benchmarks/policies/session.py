@@ -6,17 +6,14 @@ import gc
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 import moepack
-from benchmarks.common import Row
+from benchmarks.common import Row, least_budget
 from benchmarks.decoding import Decoded, Text, decode
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
 from moepack.runtime.experts.handles import seen
-from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.reducers import RouterOutput
 from moepack.runtime.step.context import current
@@ -44,12 +41,11 @@ class ReadInPlace:
 class Session:
     """One bundle and its texts; loads it under one policy after another."""
 
-    def __init__(self, bundle: Path, texts: Sequence[Text], prompt: int, dtype: str) -> None:
+    def __init__(self, bundle: Path, texts: Sequence[Text], prompt: int) -> None:
         self.bundle = bundle
         self.texts = texts
         self.prompt = prompt
         self.length = texts[0].ids.shape[1]
-        self._dtype = getattr(torch, dtype)
         self._opened = open_bundle(bundle)
         self.experts = max(layer.experts for layer in self._opened.layers)
 
@@ -75,25 +71,17 @@ class Session:
 
     def least(self, policy: str) -> int:
         """The smallest budget that holds a policy, which a refusal names."""
-        try:
-            self.load(policy, 1)
-        except TooSmallError as error:
-            return error.least
-        raise AssertionError("a byte does not suffice")
+        return least_budget(lambda budget: self.load(policy, budget))
 
-    def load(self, policy: str, budget: int | None = PLENTY, **options: Any) -> ServedModel:
+    def load(self, policy: str, budget: int = PLENTY) -> ServedModel:
         """The model, with room for one window."""
-        options |= {"kv_tokens": self.length, "prefill_tokens": self.prompt, "all_logits": False} if budget else {}
-        model: ServedModel = moepack.load(
-            self.bundle, policy=policy, device_memory=budget, dtype=self._dtype, **options
-        )
+        room: Row = {"kv_tokens": self.length, "prefill_tokens": self.prompt, "all_logits": False}
+        model: ServedModel = moepack.load(self.bundle, policy=policy, device_memory=budget, **room)
         return model
 
-    def run(
-        self, policy: str, budget: int | None = PLENTY, reference: Decoded | None = None, **options: object
-    ) -> tuple[Decoded, Row]:
+    def run(self, policy: str, budget: int = PLENTY, reference: Decoded | None = None) -> tuple[Decoded, Row]:
         """What a session under a policy gave, and what it counted, loading apart."""
-        model = self.load(policy, budget, **options)
+        model = self.load(policy, budget)
         try:
             served = model.moepack
             decode(model, [Text("warm", self.texts[0].ids[:1])], self.prompt)

@@ -9,7 +9,7 @@ with calls of tools, trained a little on their own domain. It is an upcycled sma
 base lies on a grid of 4 bits, so that a version of 4 bits may flatter itself: the second command, which measures it,
 says how far the weights left that grid. Its routers begin as classifiers of the domain, so that nearly every token goes
 to the two experts of its own: a flattering case for a policy. `--make` goes on where it was interrupted and ends in the
-same bytes. The third builds it by several recipes and says what each version costs in divergence, perplexity and
+same bytes. The third builds it by two recipes and says what each version costs in divergence, perplexity and
 answers. `--quick` runs all three on a small model of random weights.
 """
 
@@ -44,7 +44,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=upcycle.Training().steps, help="of each branch and the routers")
     parser.add_argument("--workers", type=int, default=2, help="branches trained at a time, 3 GB each beside 5 GB")
     parser.add_argument("--versions", action="store_true", help="build it by recipes, and evaluate their versions")
-    parser.add_argument("--recipe", action="append", choices=versions.RECIPES, help="with --versions; default: all")
     args = parser.parse_args()
     if args.make and args.versions:
         parser.error("--make and --versions are two commands")
@@ -75,7 +74,6 @@ def _quick(args: argparse.Namespace) -> None:
         released = generated(Path(work) / "released")
         _make(args, released, Path(work), upcycle.Training(steps=2, length=128, rank=2))
         _what_it_is(args, released, count=2)
-        args.recipe = ["uniform", "default"]
         _versions(args, count=2, each=2)
 
 
@@ -93,23 +91,19 @@ def _what_it_is(args: argparse.Namespace, released: Path, count: int) -> None:
     rows, targets, more = measure.measured(model, args.output, held, tokenizer.eos_token_id)
     more["made"] = json.loads((args.output / MARK).read_text())
     print(", ".join(f"{name}: {value:.3g}" for name, value in more["weights"].items()))
-    finish("the upcycled model and its source", measure.COLUMNS, rows, targets, args.json, more)
+    finish("the upcycled model and its source", rows, targets, args.json, more)
 
 
 def _versions(args: argparse.Namespace, count: int, each: int) -> None:
-    recipes = args.recipe or list(versions.RECIPES)
     tokenizer = AutoTokenizer.from_pretrained(args.output)
     with tempfile.TemporaryDirectory() as work:
         calibration = [written(Path(work), tokenizer, domain, held=False) for domain in DOMAINS]
         data = [written(Path(work), tokenizer, domain, held=True) for domain in DOMAINS]
-        rows = versions.compared(args.output, Path(work), tokenizer, calibration, data, recipes, count, each)
-    targets = [
-        Target(f"{name} {version}: of uniform's divergence at equal bits of experts", left, 0.75, "lower")
-        for name in recipes
-        if name in ("refined", "default")
-        for version, left in versions.at_equal_bits(rows, "uniform", name).items()
-    ]
-    finish("versions of the upcycled model", versions.COLUMNS, rows, targets, args.json)
+        rows = versions.compared(args.output, Path(work), tokenizer, calibration, data, count, each)
+    shares = versions.at_equal_bits(rows, "uniform", "default")
+    name = "of uniform's divergence at equal bits of experts"
+    targets = [Target(f"default {version}: {name}", left, 0.75, "lower") for version, left in shares.items()]
+    finish("versions of the upcycled model", rows, targets, args.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from .upcycle import BRANCHES, TWINS
 
 _BLOCK = 32  # weights that share a scale in GGUF's Q4_1
 _LEVELS = 15  # steps from the least to the largest weight of a block
-COLUMNS = ("text", "tokens", "source", "upcycled", "upcycled / source", "95 %", "own experts %", "twins %", "apart %")
 
 
 def measured(

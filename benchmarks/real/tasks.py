@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -21,60 +22,16 @@ from moepack.pack.errors import NotFiniteError
 Logits = Callable[[Tensor], Tensor]  # int64 [rows, tokens] to [rows, tokens, vocabulary]
 
 _OPTIONS = 4
-_CAPITALS = {
-    "France": "Paris",
-    "Germany": "Berlin",
-    "Italy": "Rome",
-    "Spain": "Madrid",
-    "Portugal": "Lisbon",
-    "Greece": "Athens",
-    "Austria": "Vienna",
-    "Poland": "Warsaw",
-    "Russia": "Moscow",
-    "Ireland": "Dublin",
-    "Norway": "Oslo",
-    "Sweden": "Stockholm",
-    "Finland": "Helsinki",
-    "Denmark": "Copenhagen",
-    "Belgium": "Brussels",
-    "Hungary": "Budapest",
-    "Romania": "Bucharest",
-    "Bulgaria": "Sofia",
-    "Ukraine": "Kyiv",
-    "Turkey": "Ankara",
-    "Egypt": "Cairo",
-    "Kenya": "Nairobi",
-    "Iran": "Tehran",
-    "Iraq": "Baghdad",
-    "Japan": "Tokyo",
-    "China": "Beijing",
-    "India": "New Delhi",
-    "Thailand": "Bangkok",
-    "Vietnam": "Hanoi",
-    "Peru": "Lima",
-    "Chile": "Santiago",
-    "Cuba": "Havana",
-    "Canada": "Ottawa",
-    "Australia": "Canberra",
-}
-_WORDS = (
-    "apple",
-    "river",
-    "stone",
-    "cloud",
-    "chair",
-    "green",
-    "seven",
-    "horse",
-    "paper",
-    "window",
-    "garden",
-    "silver",
-    "bottle",
-    "candle",
-    "bridge",
-    "music",
-)
+_COUNTRIES = """
+France: Paris, Germany: Berlin, Italy: Rome, Spain: Madrid, Portugal: Lisbon, Greece: Athens, Austria: Vienna,
+Poland: Warsaw, Russia: Moscow, Ireland: Dublin, Norway: Oslo, Sweden: Stockholm, Finland: Helsinki,
+Denmark: Copenhagen, Belgium: Brussels, Hungary: Budapest, Romania: Bucharest, Bulgaria: Sofia, Ukraine: Kyiv,
+Turkey: Ankara, Egypt: Cairo, Kenya: Nairobi, Iran: Tehran, Iraq: Baghdad, Japan: Tokyo, China: Beijing,
+India: New Delhi, Thailand: Bangkok, Vietnam: Hanoi, Peru: Lima, Chile: Santiago, Cuba: Havana, Canada: Ottawa,
+Australia: Canberra
+"""
+_CAPITALS = dict(re.findall(r"(\w+): (\w[\w ]*)", _COUNTRIES))
+_WORDS = "apple river stone cloud chair green seven horse paper window garden silver bottle candle bridge music"
 _NAMES = ("Tom", "Anna", "Lucy", "Omar", "Maria", "Ben")
 _THINGS = ("apples", "books", "coins", "shells", "stamps", "marbles")
 _KEYS = ("name", "colour", "city", "animal")
@@ -161,7 +118,7 @@ def _sum(draw: random.Random) -> Question:
 
 
 def _copy(draw: random.Random) -> Question:
-    words = draw.sample(_WORDS, 7)
+    words = draw.sample(_WORDS.split(), 7)
     listed, at = " ".join(words), draw.randint(2, 6)
     prompt = f"Copy the line.\nLine: {listed}\nCopy: {' '.join(words[:at])}"
     others = [f" {word}" for word in draw.sample(words[:at] + words[at + 1 :], _OPTIONS - 1)]

@@ -33,6 +33,11 @@ TOP_K = 2
 TWINS = 2  # branches of a domain
 _RIDGE = 1e-2  # of the mean square of a router's inputs
 _DECISIVE = 3.0  # root mean square of the first router's logits: the likelier experts get most of a token
+_KEPT = (  # settings of the dense model
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_parameters", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 _SHOWN = 4  # windows of each domain from which the first routers are fitted
 _BALANCE = 0.01  # weight of the loss that keeps all experts in use, in Switch Transformers' form
 
@@ -94,23 +99,10 @@ def experts_of(model: LlamaForCausalLM) -> MixtralForCausalLM:
     """
     old = model.config
     config = MixtralConfig(
-        vocab_size=old.vocab_size,
-        hidden_size=old.hidden_size,
-        intermediate_size=old.intermediate_size,
-        num_hidden_layers=old.num_hidden_layers,
-        num_attention_heads=old.num_attention_heads,
-        num_key_value_heads=old.num_key_value_heads or old.num_attention_heads,
-        head_dim=old.head_dim,
-        max_position_embeddings=old.max_position_embeddings,
-        rms_norm_eps=old.rms_norm_eps,
-        rope_parameters=old.rope_parameters,
-        tie_word_embeddings=old.tie_word_embeddings,
+        **{name: getattr(old, name) for name in _KEPT},
         sliding_window=None,
         num_local_experts=len(BRANCHES),
         num_experts_per_tok=TOP_K,
-        bos_token_id=old.bos_token_id,
-        eos_token_id=old.eos_token_id,
-        pad_token_id=old.pad_token_id,
     )
     with torch.device("meta"):
         mixture = MixtralForCausalLM._from_config(config, experts_implementation="eager")

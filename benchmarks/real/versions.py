@@ -14,26 +14,20 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import moepack
-from benchmarks.common import Row
-from moepack.pipeline.build import build
-from moepack.pipeline.recipe import parse_recipe
+from benchmarks.common import Row, build
 from moepack.reports.evaluate import evaluate
 from moepack.reports.inspect import inspect
 from moepack.reports.intervals import clustered
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.served_model import ServedModel
-from moepack.shared.progress import progress
 
 from .tasks import Question, answered, questions
 
 RECIPES = {  # what is built: versions, and options of quantize
     "uniform": ("bf16, w4, w3, w2", "method: gptq"),
-    "refined": ("bf16, w4, w3, w2", "method: gptq, refine: true"),
     "default": ("bf16, w4d5, w3d4, w2d3", "method: gptq, refine: true, scale_bits: 8"),
-    "rounded": ("bf16, w4, w3, w2", "method: rtn"),
 }
 _CALIBRATION = "{samples: 32, length: 512, batch_size: 4, dtype: float32}"
-COLUMNS = ("recipe", "version", "bits/weight", "KL", "KL, 95 %", "perplexity", "top-1 %", "right answers %", "95 %")
 
 
 def compared(
@@ -42,7 +36,6 @@ def compared(
     tokenizer: PreTrainedTokenizerBase,
     calibration: Sequence[str],
     data: Sequence[str],
-    recipes: Sequence[str],
     windows: int,
     each: int,
 ) -> list[Row]:
@@ -54,12 +47,10 @@ def compared(
     """
     asked = questions(each)
     rows: list[Row] = []
-    for name in recipes:
+    for name, (versions, options) in RECIPES.items():
         bundle = work / name  # removed before the next one: each has several gigabytes
-        versions, options = RECIPES[name]
         text = f"versions: [{versions}]\nquantize: {{{options}}}\ncalibration: {_CALIBRATION}"
-        with progress() as reporter:
-            build(made, bundle, parse_recipe(text, name), list(calibration), reporter=reporter)
+        build(made, bundle, text, calibration)
         for version, described in inspect(bundle)["versions"].items():
             if version == "bf16" and rows:
                 continue

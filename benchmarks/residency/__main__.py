@@ -2,13 +2,13 @@
 
     python -m benchmarks.residency --checkpoint MODEL --calibration FILE... --data FILE...
 
-Builds one bundle with `bf16`, `w4`, `w3` and `--low`. One session reads the files of `--data` one after another, so the
-workload shifts twice where there are three. At each of three budgets between all-low and all-bf16 it serves them under:
+Builds one bundle with `bf16`, `w4`, `w3` and `w2`. One session reads the files of `--data` one after another, so the
+workload shifts twice where there are three. At each of three budgets between all-w2 and all-bf16 it serves them under:
 
-- all-low;
+- all-w2;
 - two static maps for the first file: the experts that the router chose most there, and those that save most loss there.
   Each has all the room there is, as a map needs no reserve;
-- `hotness` with bf16 and low alone, with two versions of its own choice, and with all versions;
+- `hotness` with bf16 and w2 alone, with two versions of its own choice, and with all versions;
 - `lru`, which loads what a pass needs and waits.
 
 Then it decodes token by token, with and without swaps at the rate limit, in turns. Without arguments: the model and
@@ -30,11 +30,8 @@ from .quality import quality
 def main() -> None:
     """Parse arguments, build, serve, print."""
     parser = model_arguments(__doc__, 192)
-    parser.add_argument("--bundle", type=Path, help="one that is built already, with bf16 and the low version")
-    parser.add_argument("--low", default="w2", help="the low version")
     parser.add_argument("--windows", type=int, default=128, help="windows to serve, a file")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
-    parser.add_argument("--dtype", default="bfloat16", help="of activations")
     args = parser.parse_args()
     quiet_libraries()
     _, data = texts(args)
@@ -43,14 +40,10 @@ def main() -> None:
         args.samples = 32
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        versions = ", ".join(dict.fromkeys(["bf16", "w4", "w3", args.low]))
-        bundle = args.bundle or built(args, work / "bundle", versions, length=256)
-        rows, targets = quality(bundle, args.low, data, args, work)
-        more, others = tpot(bundle, args.low, args)
-    names = [Path(f).stem for f in data]
-    columns = ["budget", "policy", *names, "promotions", "demotions", "MB copied", "waits", "tokens/s", "peak MB"]
-    columns += ["TPOT median ms", "TPOT p99 ms", "MB/s"]
-    finish(f"residency of {args.checkpoint.name}", columns, [*rows, *more], [*targets, *others], args.json)
+        bundle = built(args, work / "bundle", "bf16, w4, w3, w2", length=256)
+        rows, targets = quality(bundle, data, args, work)
+        more, others = tpot(bundle, args.quick)
+    finish(f"residency of {args.checkpoint.name}", [*rows, *more], [*targets, *others], args.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import torch
 
 import moepack
 from benchmarks.common import Row, Target
@@ -17,6 +16,7 @@ from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import Plan
 from moepack.runtime.trace import read_trace
 
+LOW = "w2"
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
 INTERVAL = 0.1  # T_u in seconds: these sessions are short
 RATE = 200  # megabytes a second for promotions
@@ -39,14 +39,20 @@ def first_file_maps(trace: Path, plan: Plan, room: int) -> dict[str, list[list[s
     return maps
 
 
-def quality(
-    bundle: Path, low: str, data: list[str], options: argparse.Namespace, work: Path
-) -> tuple[list[Row], list[Target]]:
+def planned(bundle: Path, policy: str) -> Plan:
+    """The plan of a policy in a budget that nothing comes near."""
+    model = moepack.load(bundle, policy=policy, device_memory=PLENTY)
+    with model.moepack as served:
+        assert served.manager is not None
+        return served.manager.plan
+
+
+def quality(bundle: Path, data: list[str], options: argparse.Namespace, work: Path) -> tuple[list[Row], list[Target]]:
     """Rows by budget and policy, and whether hotness wins where the workload has shifted."""
     names = [Path(f).stem for f in data]
 
     def score(policy: str, memory: int | None = None, files: list[str] = data, trace: Path | None = None) -> Evaluation:
-        served = LoadOptions(policy=policy, device_memory=memory, dtype=options.dtype)
+        served = LoadOptions(policy=policy, device_memory=memory)
         return evaluate(bundle, files, served, length=options.length, samples=options.windows, trace=trace)
 
     def row(share: str, policy: str, got: Evaluation) -> Row:
@@ -57,19 +63,15 @@ def quality(
         return out | {"peak MB": got.resident_bytes_peak / 1e6}
 
     first = work / "first.jsonl"
-    all_low = score(f"static:{low}", PLENTY)
+    all_low = score(f"static:{LOW}", PLENTY)
     all_high = score("static:bf16", PLENTY)
-    score(f"static:{low}", files=data[:1], trace=first)
-    rows = [row("", f"all {low}", all_low), row("", "all bf16", all_high)]
+    score(f"static:{LOW}", files=data[:1], trace=first)
+    rows = [row("", f"all {LOW}", all_low), row("", "all bf16", all_high)]
     targets = []
     span = all_high.resident_bytes_peak - all_low.resident_bytes_peak
     timing = f"interval={INTERVAL},rate={RATE}"
-    hot = f"hotness:hi=bf16,lo={low},between=no,{timing}"
-    model = moepack.load(bundle, policy=hot, device_memory=PLENTY, dtype=getattr(torch, options.dtype))
-    manager = model.moepack.manager
-    assert manager is not None
-    plan = manager.plan
-    model.moepack.close()
+    hot = f"hotness:hi=bf16,lo={LOW},between=no,{timing}"
+    plan = planned(bundle, hot)
     for share in SHARES:
         budget = all_low.resident_bytes_peak + int(share * span)
         shown = f"{share:.0%}"
@@ -84,11 +86,11 @@ def quality(
         ladder = score(f"hotness:{timing}", budget)
         rows += [row(shown, "hotness, the two", live), row(shown, "hotness, two of its choice", own)]
         rows.append(row(shown, "hotness", ladder))
-        rows.append(row(shown, "lru", score(f"lru:hi=bf16,lo={low}", budget)))
+        rows.append(row(shown, "lru", score(f"lru:hi=bf16,lo={LOW}", budget)))
         for i, name in enumerate(names[1:], start=1):
             against = live.files[i].perplexity
             ratio = against / all_low.files[i].perplexity
-            targets.append(Target(f"{shown}, {name}: the two over all {low}", ratio, 1, "lower"))
+            targets.append(Target(f"{shown}, {name}: the two over all {LOW}", ratio, 1, "lower"))
             ratio = against / min(s.files[i].perplexity for s in statics)
             targets.append(Target(f"{shown}, {name}: the two over the better static map", ratio, 1, "lower"))
         for i, name in enumerate(names):

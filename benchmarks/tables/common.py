@@ -90,14 +90,14 @@ def figures(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:.2f}"
 
 
+def joined(columns: list[str], rows: Iterable[tuple[str, list[str]]]) -> str:
+    """A table with a line for each name, which has the cells of all of its rows in their order."""
+    found: dict[str, list[str]] = {}
+    for name, cells in rows:
+        found.setdefault(name, []).extend(cells)
+    return table(columns, [[name, *cells] for name, cells in found.items()])
+
+
 def listed(rows: Iterable[Row], columns: Mapping[str, str]) -> str:
     """A table of rows: by heading a template, which each row's figures fill."""
     return table([*columns], [[cell.format_map(row) for cell in columns.values()] for row in rows])
-
-
-def as_is(name: str) -> str:
-    """Results as a table without a choice of columns."""
-    rows = results(name)["rows"]
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[f"{v:.4g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns] for row in rows]
-    return table(columns, cells)

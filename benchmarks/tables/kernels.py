@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .common import listed, ratio, results, shown, table
+from .common import joined, listed, ratio, results, shown, table
 
 TOKENS = (1, 16, 512)
 
@@ -27,14 +27,11 @@ def codec() -> str:
 @shown
 def kernels() -> str:
     """A layer's experts at true size, one thread: our time beside torch's and beside reading, by tokens."""
-    found: dict[str, list[str]] = {}
-    for row in results("kernels-tiny-qwen3-moe")["rows"]:
-        if row.get("tokens") in TOKENS:
-            cells = found.setdefault(row["version"], [])
-            cells += [f"{row['ours us'] / 1000:.2f} ms", ratio(row["speed-up"]), ratio(row["over floor"])]
+    rows = [row for row in results("kernels-tiny-qwen3-moe")["rows"] if row.get("tokens") in TOKENS]
     columns = [f"{n} token{'s' * (n > 1)}" for n in TOKENS]
     heads = [head for column in columns for head in (column, "torch over it", "it over reading")]
-    return table(["version", *heads], [[version, *cells] for version, cells in found.items()])
+    cells = ([f"{r['ours us'] / 1000:.2f} ms", ratio(r["speed-up"]), ratio(r["over floor"])] for r in rows)
+    return joined(["version", *heads], zip([r["version"] for r in rows], cells, strict=True))
 
 
 @shown
@@ -49,32 +46,25 @@ def whole_model() -> str:
 @shown
 def released_kernels() -> str:
     """Every version's experts for one token on one thread, with AVX2 alone and with all instructions that there are."""
-    rows = [
-        r
-        for n in ("kernels-released-avx2", "kernels-released")
-        for r in results(n)["rows"]
-        if "MB" in r and r["tokens"] == 1
-    ]
+    every = [row for name in ("kernels-released-avx2", "kernels-released") for row in results(name)["rows"]]
+    rows = [row for row in every if "MB" in row and row["tokens"] == 1]
     pace = {(r["instructions"], r["version"]): r["ours us"] / r["MB"] for r in rows}
-    found: dict[str, list[str]] = {}
+    out = []
     for row in rows:
         mine = row["ours us"] / row["MB"]
         over = ratio(mine / pace[row["instructions"], "bf16"])
-        found.setdefault(row["version"], []).extend([f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", over])
+        out.append((row["version"], [f"{row['ours us'] / 1000:.2f} ms", f"{1 / mine * 1000:.1f}", over]))
     columns = [f"{level}{head}" for level in ("AVX2", "AMX") for head in ("", ", GB/s", ", over bf16")]
-    return table(["version", *columns], [[version, *cells] for version, cells in found.items()])
+    return joined(["version", *columns], out)
 
 
 @shown
 def depth() -> str:
     """A decoded token of one attention layer by the context's length: ours, and the family's own code."""
     rows = results("depth")["rows"]
-    layers = list(dict.fromkeys(row["layer"] for row in rows))
-    by_depth: dict[int, list[str]] = {}
-    for row in rows:
-        cells = by_depth.setdefault(row["depth"], [f"{row['depth']:,}"])
-        cells.append(f"{row['ours ms']:.1f}, {row['own ms']:.3g}")
-    return table(["tokens in the cache", *(f"{name}: ours, own" for name in layers)], list(by_depth.values()))
+    layers = dict.fromkeys(f"{row['layer']}: ours, own" for row in rows)
+    cells = ((f"{row['depth']:,}", [f"{row['ours ms']:.1f}, {row['own ms']:.3g}"]) for row in rows)
+    return joined(["tokens in the cache", *layers], cells)
 
 
 @shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.common import Row
 
-from .common import results, shown, table
+from .common import joined, results, shown, table
 
 
 def _peers(part: str) -> list[Row]:
@@ -18,17 +18,14 @@ def _own(side: str) -> str:
 @shown
 def peer_models() -> str:
     """Tokens a second of a generated model on both sides, by threads, and ours over llama.cpp's best."""
-    found: dict[str, list[str]] = {}
+    out = []
     for row in _peers("models"):
-        if "not measured" in row:
-            continue
-        cells = found.setdefault(_own(row["side"]), [])
         for what in ("decode", "prefill"):
             rate = f"{row[f'{what} tokens/s']:.0f}"
             over = row.get(f"{what} over llama.cpp's best")
-            cells.append(rate if over is None else f"{rate} ({over:.2f})")
+            out.append((_own(row["side"]), [rate if over is None else f"{rate} ({over:.2f})"]))
     columns = [f"{what}, {threads}" for threads in ("1 thread", "2 threads") for what in ("decode", "prefill")]
-    return table(["side", *columns], [[side, *cells] for side, cells in found.items()])
+    return joined(["side", *columns], out)
 
 
 @shown

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from benchmarks.common import Row
 
-from .common import TEXTS, as_is, figures, listed, results, shown, table
+from .common import TEXTS, figures, listed, results, shown, table
 
 POLICIES = {
     "static, first file, most used": "static map, most used",
@@ -20,14 +22,10 @@ KL = "{KL, mnat:.2f} ± {+-:.2f}"
 @shown
 def residency() -> str:
     """Perplexity, promotions and bytes read by policy, at each budget."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in results("residency-tiny-qwen3-moe")["rows"]:
-        if set(TEXTS) <= row.keys() and row["budget"]:
-            found.setdefault(row["policy"], {})[row["budget"]] = row
-    budgets = list(dict.fromkeys(budget for rows in found.values() for budget in rows))
+    rows = results("residency-tiny-qwen3-moe")["rows"]
+    budgets, found = _by_budget(row for row in rows if set(TEXTS) <= row.keys() and row["budget"])
     out = []
-    for policy, rows in found.items():
-        at = [rows[budget] for budget in budgets]
+    for policy, at in found.items():
         perplexities = [", ".join(figures(row[t]) for t in TEXTS) for row in at]
         moved = [_each(at, key, ".0f") for key in ("promotions", "MB copied")]
         out.append([POLICIES.get(policy, policy), *perplexities, *moved])
@@ -46,20 +44,25 @@ def tpot() -> str:
 @shown
 def policies() -> str:
     """All policies at equal bytes of device memory: a cell has the figures of each budget, the smallest first."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in results("policies-tiny-qwen3-moe")["rows"]:
-        if row["policy"] not in ("all bf16", "all w2"):
-            found.setdefault(row["policy"], {})[row["budget"]] = row
-    budgets = list(dict.fromkeys(budget for rows in found.values() for budget in rows))
+    rows = results("policies-tiny-qwen3-moe")["rows"]
+    budgets, found = _by_budget(row for row in rows if row["policy"] not in ("all bf16", "all w2"))
     out = []
-    for name, rows in found.items():
-        at = [rows[budget] for budget in budgets]
+    for name, at in found.items():
         divergences = [_divergence(row) for row in at]
         times = [_each(at, key, ".1f") for key in ("TTFT ms", "TPOT p50 ms")]
         moved = [_each(at, key, ".0f") for key in ("MB demand", "MB ahead", "MB host")]
         out.append([name, *divergences, *times, *moved])
     columns = [*(f"KL at {budget}, mnat" for budget in budgets), "TTFT, ms", "TPOT, ms"]
     return table(["policy", *columns, "waited for, MB", "ahead, MB", "host, MB"], out)
+
+
+def _by_budget(rows: Iterable[Row]) -> tuple[list[str], dict[str, list[Row]]]:
+    """The budgets, and by policy its row at each of them."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault(row["policy"], {})[row["budget"]] = row
+    budgets = list(dict.fromkeys(budget for at in found.values() for budget in at))
+    return budgets, {policy: [at[budget] for budget in budgets] for policy, at in found.items()}
 
 
 def _divergence(row: Row) -> str:
@@ -164,7 +167,7 @@ def serving() -> str:
 @shown
 def start() -> str:
     """From the start of a command to its first token."""
-    return as_is("start")
+    return listed(results("start")["rows"], {"what": "{what}", "s": "{s:.4g}", "processor s": "{processor s:.4g}"})
 
 
 @shown

@@ -37,18 +37,17 @@ def test_every_tensor_of_a_checkpoint_is_in_the_file_once(tmp_path):
 
 def test_targets_follow_from_rows():
     over = "over llama.cpp's best"
-    model = {"part": "models", "rest": "as served", "threads": 2}
+    model = {"part": "models", "threads": 2}
     rows = [
         {**model, "side": "moepack w4, dense w8", f"decode {over}": 1.1, f"prefill {over}": 0.7},
         {**model, "side": "moepack w4, dense w4", f"decode {over}": 1.3, f"prefill {over}": 0.6},
         {"part": "quality", "model": "M", "encoding": "w4", "error": 1.0, "KL, mnat": 10.0},
         {"part": "quality", "model": "M", "encoding": "Q4_K", "error": 4.0, "KL, mnat": 40.0},
-        {"part": "models", "side": "moepack bf16", "rest": "BF16", "threads": 1, "not measured": "no"},
+        {"part": "models", "side": "moepack bf16", "threads": 1, "not measured": "no"},
     ]
     found = {t.name: (t.value, t.met) for t in judged(rows)}
     assert found == {
         "moepack w4, as served, 2 threads: decode over llama.cpp's best": (1.3, True),
-        "moepack w4, as served, 2 threads: the same, ambition": (1.3, True),
         "moepack w4, as served, 2 threads: prefill over llama.cpp's best": (0.7, False),
         "M: error of w4 over Q4_K's": (0.25, True),
         "M: KL of w4 over Q4_K's": (0.25, True),

@@ -50,21 +50,17 @@ def core(folder: Path, checkpoint: str, text: str, bundle: str) -> dict[str, Any
         "generate": spoken,
         "limited": ok(cli("generate", bundle, "--memory", "8GiB", "--prompt", PROMPT, "--max-new-tokens", TOKENS)),
         "eval": json.loads(scored)["perplexity"],
-        "serve": answer(bundle)["choices"][0]["text"],
+        "serve": answer(bundle),
     }
 
 
-def answer(bundle: str, **more):
-    """What a server of the bundle answers a completion with."""
-    from served import ask
+def answer(bundle: str, **more) -> str:
+    """What a server of the bundle goes on with."""
+    from served import complete
 
     from moepack.runtime.planning.options import LoadOptions
-    from moepack.server.command import Serve, opened, options_of
 
-    command = Serve(bundle, LoadOptions(policy="static:w4"), name="it")
-    with opened(command, options_of(command)) as server:
-        body = {"model": "it", "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0}
-        return ask(server, body | more)
+    return complete(bundle, LoadOptions(policy="static:w4"), PROMPT, TOKENS, **more)
 
 
 def refusals(folder: Path, checkpoint: str, text: str, bundle: str) -> dict[str, Any]:

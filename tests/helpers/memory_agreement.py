@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import threading
 import time
-from pathlib import Path
 
 import torch
+from support import ids as token_ids
 from support import load_for_logits
 
+from benchmarks.limited.cage import anonymous
+
 POLICY = "hotness:hi=bf16,lo=w2,prior=none,interval=0.1,rate=0,margin=0,slack=0"
-
-
-def anonymous() -> int:
-    """Anonymous resident memory of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("the system does not say")
 
 
 class Sampler:
@@ -39,7 +34,7 @@ class Sampler:
 
     def _run(self):
         while not self._stop:
-            self.peak = max(self.peak, anonymous())
+            self.peak = max(self.peak, anonymous(os.getpid()))
             time.sleep(0.001)
 
     def close(self) -> int:
@@ -49,9 +44,8 @@ class Sampler:
         return self.peak
 
 
-def ids(model, tokens: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    drawn = torch.randint(1, 4000, (batch, tokens), generator=torch.Generator().manual_seed(seed))
-    return drawn.to(model.device)
+def ids(model, tokens: int, seed: int = 0) -> torch.Tensor:
+    return token_ids(tokens, seed).to(model.device)
 
 
 def promote(model):
@@ -93,7 +87,7 @@ def main():
     if gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated() if gpu else anonymous()
+    before = torch.cuda.memory_allocated() if gpu else anonymous(os.getpid())
     sampler = Sampler()
     model = load_for_logits(bundle, device=device, policy=POLICY, device_memory=int(budget), kv_tokens=1024)
     serve(model)

@@ -77,6 +77,8 @@ def held(folder: Path | None) -> dict[str, int]:
 
 def batch(method: str) -> dict[str, int]:
     """An expert batch of four experts; both numbers in bytes. `refine` is the default recipe's way, with few tokens."""
+    from true_losses import Silu
+
     from moepack.calibrate.experts import ExpertWeights
     from moepack.calibrate.forward import Observation
     from moepack.calibrate.gather import gather_batch
@@ -100,9 +102,7 @@ def batch(method: str) -> dict[str, int]:
         seen = Observation(inputs, chosen, torch.full((tokens, 4), 0.5), 64)
         settings = Settings("gptq" if refine else method, versions, loss_tokens=2048, refine=refine)
         before = grown_from()
-        made = gather_batch(
-            Module(), weights.select(range(experts)), range(experts), seen, settings, torch.device("cpu")
-        )
+        made = gather_batch(Silu(), weights.select(range(experts)), range(experts), seen, settings, torch.device("cpu"))
         for _ in quantise_batch(made, settings):
             pass
         return {"took": peak_memory() - before, "said": batch_memory(layer, settings, experts)}
@@ -130,16 +130,6 @@ def dense(method: str) -> dict[str, int]:
 
     run(2048)  # loads what quantisers need
     return run(8192)
-
-
-class Module:
-    """The gate of a family's experts."""
-
-    has_gate = True
-
-    def _apply_gate(self, out: torch.Tensor) -> torch.Tensor:
-        gate, up = out.chunk(2, -1)
-        return torch.nn.functional.silu(gate) * up
 
 
 if __name__ == "__main__":

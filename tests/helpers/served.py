@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
+from pathlib import Path
 from typing import Any
+
+
+def complete(bundle: str | Path, options, prompt: str, tokens: int, step_tokens: int = 256, **more) -> str:
+    """The text of a greedy completion by a server of a bundle, which is described as a replica is."""
+    from moepack.server.command import Serve, opened, options_of
+
+    command = pickle.loads(pickle.dumps(Serve(str(bundle), options, name="it", step_tokens=step_tokens)))
+    with opened(command, options_of(command)) as server:
+        body = {"model": "it", "prompt": prompt, "max_tokens": tokens, "temperature": 0, **more}
+        return ask(server, body)["choices"][0]["text"]
 
 
 def ask(server, body: dict[str, Any]):

@@ -269,6 +269,23 @@ def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
 
 
+def layer_error(module, tokens: int, dtype: str, g) -> float:
+    """The relative error of a served layer's experts for random inputs, against plain torch in float32."""
+    import torch
+
+    from moepack.runtime.experts.forward import reference_forward
+    from moepack.runtime.experts.handles import LayerCall
+
+    layer = module._moepack.of.layer
+    x = torch.randn(tokens, layer.matrices[0].cols, generator=g).to(getattr(torch, dtype))
+    index = torch.stack([torch.randperm(layer.experts, generator=g)[:2] for _ in range(tokens)])
+    gates = torch.rand(tokens, 2, generator=g)
+    with torch.no_grad():
+        got = module(x, index, gates).float()
+        want = reference_forward(LayerCall(module, module._moepack.current, x.float(), index, gates))
+    return float((got - want).norm() / want.norm())
+
+
 def exported_down(bundle: Path, out: Path, layer: int, expert: int):
     """An expert's `down` of a checkpoint that is exported from a bundle's w4."""
     from safetensors.torch import load_file

@@ -5,13 +5,13 @@ transformers on the bundle's own dequantised weights.
 """
 
 import functools
-import pickle
 
 import numpy as np
 import pytest
 import tiny_models
 import torch
-from served import ask
+from live_models import least
+from served import complete
 from support import build_from, for_logits, load_for_logits
 
 import moepack
@@ -24,14 +24,11 @@ from moepack.reports.evaluate import evaluate
 from moepack.reports.plan import plan
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import layer_bits, new_cache
-from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.policies.registry import ENTRIES
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
-
-from moepack.server.command import Serve, opened, options_of
 
 RECIPE = """
 versions: [bf16, w4, w2]
@@ -110,9 +107,7 @@ def test_every_way_gives_the_same(tiny, tied, dense, policy, budget, kv, evaluat
     asked = {"policy": policy, "dense": dense, "kv": kv}
     if budget is not None:
         if budget == "least":
-            with pytest.raises(TooSmallError) as refused:
-                load_for_logits(bundle, device_memory=1000, dtype=torch.float32, **asked, **WORK)
-            budget = refused.value.least
+            budget = least(bundle, dtype=torch.float32, **asked, **WORK)
         asked["device_memory"] = budget
         planned = plan(bundle, for_logits(**asked, **WORK))  # in the checkpoint's BF16
         with load_for_logits(bundle, **asked, **WORK).moepack as serving:
@@ -130,11 +125,7 @@ def test_every_way_gives_the_same(tiny, tied, dense, policy, budget, kv, evaluat
     options = LoadOptions(dtype="float32", batch=1, **asked, **WORK)
     scored = evaluate(bundle, files, options, length=LENGTH, samples=SAMPLES)
     told = generate(bundle, PROMPT, options, max_new_tokens=NEW)
-    command = Serve(str(bundle), LoadOptions(dtype="float32", kv_tokens=128, **asked), step_tokens=LENGTH)
-    command = pickle.loads(pickle.dumps(command))  # as a replica is given it
-    with opened(command, options_of(command)) as server:
-        body = {"model": bundle.name, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
-        served = ask(server, body)["choices"][0]["text"]
+    served = complete(bundle, LoadOptions(dtype="float32", kv_tokens=128, **asked), PROMPT, NEW, step_tokens=LENGTH)
     assert budget is None or scored.resident_bytes_peak <= budget
     assert scored.tokens == SAMPLES * (LENGTH - 1) and len(told.split()) == len(served.split()) == NEW
     if policy == "importance":

@@ -5,6 +5,7 @@ import functools
 import re
 import sys
 import tomllib
+from collections import defaultdict
 from graphlib import CycleError, TopologicalSorter
 
 import pytest
@@ -199,6 +200,16 @@ def test_the_registry_alone_knows_policies(found):
     }
     assert len(policies) > 7
     assert {name: used & policies for name, used in found.items() if used & policies and name != registry} == {}
+
+
+def test_a_class_name_has_one_meaning():
+    """A private one counts within its own module only."""
+    found = defaultdict(set)
+    for module, path in sources(ROOT).items():
+        names = {node.name for node in _tree(path).body if isinstance(node, ast.ClassDef)}
+        for name in names:
+            found[name].add(module)
+    assert {name: where for name, where in found.items() if len(where) > 1 and not name.startswith("_")} == {}
 
 
 @pytest.mark.parametrize("name", STANDARD_ONLY)

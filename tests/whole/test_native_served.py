@@ -1,15 +1,12 @@
 """Native versions under every policy and by every way to a model: the checkpoint's own bits, in every placement."""
 
-import shutil
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from gpu_stand_in import install
 from native_checkpoints import IDS, logits, released, small
-from served import ask
-from support import build_from, damage, for_logits, load_for_logits
+from served import complete
+from support import build_from, for_logits, load_for_logits
 
 import moepack
 from moepack.generation import generate
@@ -25,8 +22,6 @@ from moepack.runtime.policies.registry import ENTRIES
 
 pytest.importorskip("prometheus_client")
 pytest.importorskip("uvicorn")
-
-from moepack.server.command import Serve, opened, options_of
 
 # Extents of so few weights take as many pages at w2 as at mxfp4 unless w2's groups are of 64.
 RECIPE = """
@@ -134,25 +129,8 @@ def test_every_policy_by_every_way(kind, policy, native, evaluation):
     scored = evaluate(bundle, [str(evaluation)], options, length=64, samples=2, kl=True)
     assert scored.kl == 0 and scored.top1_agreement == 1 and scored.resident_bytes_peak <= AMPLE
     told = [generate(bundle, prompt, o, max_new_tokens=5) for o in (options, LoadOptions(dtype="float32"))]
-    command = Serve(str(bundle), LoadOptions(dtype="float32", kv_tokens=64, **asked), step_tokens=32)
-    with opened(command, options_of(command)) as server:
-        answer = ask(server, {"model": bundle.name, "prompt": prompt, "max_tokens": 5, "temperature": 0})
-    assert answer["choices"][0]["text"] == told[0] == told[1]
-
-
-def test_damage_is_named_and_not_served(native, tmp_path):
-    """A stored extent is digested again once its file has changed."""
-    bundle = Path(shutil.copytree(native("ct nvfp4"), tmp_path / "bundle"))
-    with pytest.raises(TooSmallError) as refused:
-        load_for_logits(bundle, policy="paged", device_memory=1000, **WORK)
-    model, want = load_for_logits(bundle, policy="paged", device_memory=refused.value.least, **WORK), logits(bundle)
-    with model.moepack, torch.inference_mode():
-        damage(bundle, "nvfp4", 1, range(4))
-        model.moepack.manager.on_demand.drop_all()
-        with pytest.raises(BundleError, match=r"layer 1, expert \d, version nvfp4: its bytes do not match"):
-            model(IDS, logits_to_keep=1)
-        damage(bundle, "nvfp4", 1, range(4))
-        assert torch.equal(model(IDS, logits_to_keep=1).logits.float(), want[:, -1:])
+    served = LoadOptions(dtype="float32", kv_tokens=64, **asked)
+    assert complete(bundle, served, prompt, 5, step_tokens=32) == told[0] == told[1]
 
 
 def test_a_gpu_gets_codes_that_the_host_decoded(native, monkeypatch):

@@ -8,7 +8,7 @@ import independent_reader as reader
 import numpy as np
 import pytest
 import torch
-from support import build_from, cli, exported_down, refused
+from support import build_from, cli, exported_down, layer_error, refused
 
 import moepack
 from moepack.pack.codec.rotation import rotate, signs
@@ -20,8 +20,6 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.quantize.expert_batch import Settings, quantise_batch
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
-from moepack.runtime.experts.forward import reference_forward
-from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels.rotation import SlotRotation
 
 RECIPE = """
@@ -136,12 +134,11 @@ def test_a_bundle_of_them(made):
 
 
 def served(bundle, policy, dtype, tokens=40):
-    """Logits, and the first layer's experts with their module."""
+    """Logits, and the model."""
     model = moepack.load(bundle, policy=policy, dtype=dtype)
     with torch.no_grad():
         logits = model(torch.arange(tokens)[None]).logits.float()
-    module = model.model.layers[open_bundle(bundle).layers[0].index].mlp.experts
-    return logits, SimpleNamespace(module=module, experts=module._moepack.current, model=model)
+    return logits, model
 
 
 @pytest.mark.parametrize(
@@ -157,16 +154,12 @@ def test_layers_that_mix_rotated_and_plain_experts(made, tmp_path, dtype, near, 
     chosen = [[names[(e + i) % len(names)] for e in range(layer.experts)] for i, layer in enumerate(layers)]
     (tmp_path / "map.json").write_text(f'{{"versions": {str(chosen).replace(chr(39), chr(34))}}}')
     first = 40 if kernels == "native" else 1  # the interpreter takes seconds for a token
-    _, at = served(made / "rotated", f"static:{tmp_path / 'map.json'}", dtype, first)
-    g, layer = torch.Generator().manual_seed(0), layers[0]
+    _, model = served(made / "rotated", f"static:{tmp_path / 'map.json'}", dtype, first)
+    module = model.model.layers[layers[0].index].mlp.experts
+    assert module._moepack.of.backend == kernels
+    g = torch.Generator().manual_seed(0)
     for tokens in (1, 5, 300) if kernels == "native" else (1, 17):
-        x = torch.randn(tokens, layer.matrices[0].cols, generator=g).to(getattr(torch, dtype))
-        index = torch.stack([torch.randperm(layer.experts, generator=g)[:2] for _ in range(tokens)])
-        gates = torch.rand(tokens, 2, generator=g)
-        with torch.no_grad():
-            got = at.module(x, index, gates).float()
-            want = reference_forward(LayerCall(at.module, at.experts, x.float(), index, gates))
-        assert at.experts.of.backend == kernels and float((got - want).norm() / want.norm()) < near
+        assert layer_error(module, tokens, dtype, g) < near, tokens
 
 
 def test_served_logits_have_less_error(made):

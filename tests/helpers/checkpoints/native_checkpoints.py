@@ -8,10 +8,13 @@ from pathlib import Path
 import numpy as np
 import tiny_models
 import torch
+from released import same
 from released_kinds import KINDS, Made
 from safetensors.torch import load_file, save_file
 from support import edit_config, load_for_logits
 from torch import Tensor
+
+from moepack.export import export_checkpoint
 
 IDS = torch.arange(3, 43)[None]
 Make = Callable[[np.random.Generator, int, int], Made]  # a random weight's tensors and value
@@ -28,6 +31,25 @@ def logits(bundle: Path, **options) -> Tensor:
     model = load_for_logits(bundle, **options)
     with model.moepack, torch.inference_mode():
         return model(IDS).logits.float()
+
+
+def exported(bundle: Path, checkpoint: Path, out: Path) -> set[str]:
+    """Export a bundle without its checkpoint at hand; the tensors that do not come back. All others have their bytes
+    and their file."""
+    hidden = checkpoint.rename(checkpoint.with_name("elsewhere"))
+    report = export_checkpoint(bundle, out)
+    before, after = stored(hidden), stored(out)
+    assert all(after[n][0] == before[n][0] and same(after[n][1], before[n][1]) for n in after)
+    assert report.left_out == tuple(sorted(before.keys() - after.keys()))
+    was, now = (json.loads((folder / "config.json").read_text()) for folder in (hidden, out))
+    assert was == now
+    hidden.rename(checkpoint)
+    return set(report.left_out)
+
+
+def stored(checkpoint: Path) -> dict[str, tuple[str, Tensor]]:
+    """Every tensor of a checkpoint, with its file's name."""
+    return {name: (file.name, t) for file in checkpoint.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
 def released(plain: Path, path: Path, kind: str, dense: Make | None = None) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """One attention layer's time for a decoded token, by depth of the context: its family's own code, and ours.
 
-    python -m benchmarks.depth [--quick]
+    python -m benchmarks.depth [--quick] [--tokens N]
 
 Layers have the released models' shapes and random BF16 weights. Both sides run on one thread and take turns in one run;
 times are medians of processor time, which other programs on the machine do not lengthen. The prompt before is filled in
@@ -95,24 +95,27 @@ def one_layer(name: str) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def turns(sides: Mapping[str, tuple[Any, Any]], depth: int, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of a processor for a decoded token in a layer, by side, a model and its cache.
+def turns(sides: Mapping[str, tuple[Any, Any]], depth: int, rounds: int, tokens: int = 1) -> dict[str, list[float]]:
+    """Milliseconds of a processor for `tokens` new tokens in a layer, by side, a model and its cache.
 
     The first round, in which a cache is copied to where it has room, does not count.
     """
     first, _ = next(iter(sides.values()))
-    x = torch.randn(1, 1, first.config.hidden_size).bfloat16()
-    given = {"hidden_states": x, "position_embeddings": first.model.rotary_emb(x, torch.tensor([[depth]]))}
+    x = torch.randn(1, tokens, first.config.hidden_size).bfloat16()
+    places = torch.arange(depth, depth + tokens)[None]
+    given = {"hidden_states": x, "position_embeddings": first.model.rotary_emb(x, places)}
 
     def prepared(model: Any, cache: Any, number: int) -> Callable[[], object]:
-        return partial(model.model.layers[0].self_attn, **given, attention_mask=None, cache=cache)
+        length = cache.get_seq_length() + tokens
+        seen = None if tokens == 1 else torch.ones(1, 1, tokens, length, dtype=torch.bool).tril_(length - tokens)
+        return partial(model.model.layers[0].self_attn, **given, attention_mask=seen, cache=cache)
 
     with torch.no_grad():
         took = in_turns({name: partial(prepared, *side) for name, side in sides.items()}, rounds, time.process_time)
     return {name: [1e3 * seconds for seconds in times] for name, times in took.items()}
 
 
-def measured(name: str, depths: Sequence[int]) -> list[Row]:
+def measured(name: str, depths: Sequence[int], tokens: int) -> list[Row]:
     """The layer's rows, by depth."""
     own = one_layer(name)
     models = {"own": own, "ours": served(copy.deepcopy(own)).eval()}
@@ -120,8 +123,8 @@ def measured(name: str, depths: Sequence[int]) -> list[Row]:
     for depth in depths:
         sides = {side: (model, filled(model, depth)) for side, model in models.items()}
         _, cache = sides["ours"]
-        grow_in_place(cache, depth + ROUNDS + 1)
-        took = turns(sides, depth, ROUNDS)
+        grow_in_place(cache, depth + (ROUNDS + 1) * tokens)
+        took = turns(sides, depth, ROUNDS, tokens)
         weights = sum(p.nbytes for p in own.model.layers[0].self_attn.parameters())
         size = weights + sum(t.nbytes for t in held(cache).values())
         ms = {side: statistics.median(times) for side, times in took.items()}
@@ -135,18 +138,20 @@ def measured(name: str, depths: Sequence[int]) -> list[Row]:
 
 def main() -> int:
     """Print the table; the exit status is 1 if a target is missed."""
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, default=1, metavar="N", help="new tokens in a pass")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     depths = (72, 1024) if args.quick else (72, 1024, 4096, 16384)
-    rows = [row for name in LAYERS for row in measured(name, depths)]
+    rows = [row for name in LAYERS for row in measured(name, depths, args.tokens)]
     last = [row for row in rows if row["depth"] == depths[-1]]
     targets = [
         Target(f"{row['layer']}, own over ours at {row['depth']:,}", row["own / ours"], 1.0, "higher") for row in last
     ]
-    if not args.quick:
+    if not args.quick and args.tokens == 1:
         latents = [row for row in last if "latent" in row["layer"]]
         targets += [Target(f"{row['layer']}, at 16,384", row["own / ours"], 10.0, "higher") for row in latents]
-    finish("A decoded token of one attention layer, one thread", rows, targets, args.json)
+    finish(f"One attention layer, {args.tokens} new tokens, one thread", rows, targets, args.json)
     return int(not all(target.met for target in targets) and not args.quick)
 
 

@@ -29,7 +29,6 @@ DOCUMENTS = (
     ROOT / "docs" / "server.md",
 )
 TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "humaneval": "HumanEval"}
-LIBRARIES = ("torch", "transformers")  # a file of results has all of them
 TABLES: dict[str, Callable[[], str]] = {}  # by the name that stands in the document
 
 
@@ -53,7 +52,6 @@ def table(columns: list[str], rows: list[list[str]]) -> str:
 def machine(names: str, page: Path) -> str:
     """What files of results were measured on: each machine once, with the files and their threads."""
     files: dict[str, list[str]] = {}
-    libraries: dict[str, str] = {}
     for name in names.split():
         m = results(name)["machine"]
         simd = f" ({', '.join(m['simd'])})" if m["simd"] else ""
@@ -61,9 +59,8 @@ def machine(names: str, page: Path) -> str:
         path = os.path.relpath(RESULTS / f"{name}.json", page.parent)
         threads = f"{m['torch_threads']} thread{'s' * (m['torch_threads'] != 1)}"
         files.setdefault(f"{where}, {threads}", []).append(f"[{name}]({path})")
-        libraries |= {"Python": m["python"]} | {k: m["libraries"][k] for k in LIBRARIES if k in m["libraries"]}
     shown = [f"{where}: {', '.join(of)}." for where, of in files.items()]
-    return " ".join(["Machine:", *shown, f"With {', '.join(f'{k} {v}' for k, v in libraries.items())}."])
+    return " ".join(["Machine:", *shown])
 
 
 def rise(row: Row, base: Row, text: str) -> float:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from expert_layers import (
+    MIXED,
     RELEASED,
     SMALL,
     TOLERANCE,
@@ -40,8 +41,6 @@ LEVELS = range(min(BEST, native.LEVELS.index("avx512-vnni")) + 1)
 TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
 ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 
-
-MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
 PACKED = [
     *(Version.of(f"w{bits}", size) for bits in (8, 4, 3, 2, 1) for size in (128, 64, 32)),
     *MIXED,

@@ -15,7 +15,6 @@ from moepack.families.model_class import top_k
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
-from moepack.runtime.dense.choice import serves_dense
 from moepack.runtime.dense.file_rows import FileRows
 from moepack.runtime.dense.linears import serve as serve_dense
 from moepack.runtime.dense.mapped import own
@@ -69,7 +68,7 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
         )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
     bits = layer_bits(model, workload.kv, compiled)
-    kernels = compiled and serves_dense()
+    kernels = compiled and backends.serves_dense()
     if in_place := device_memory is not None and devices[0].type == "cpu":
         glibc.bound()  # at once: memory freed while loading goes back
         own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them
@@ -82,7 +81,7 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
         bundle = within(bundle, bound, read, top_k(model.config), partial(read_rate, devices[0]))
     policy = choose_policy(options.policy, bundle, [str(device) for device in devices], device_memory is not None)
     replaced = _replaced(model, bundle) if kernels else {}
-    if all(torch_cuda.is_gpu(d) and backends.backend(d) == "triton" for d in devices) and serves_dense():
+    if all(torch_cuda.is_gpu(d) and backends.backend(d) == "triton" for d in devices) and backends.serves_dense():
         replaced = _replaced_on_gpu(model, bundle)
     fixed = Fixed(dense_bytes(model))
     needs = None
@@ -165,9 +164,13 @@ def _held_back(
     live: bool,
 ) -> tuple[Fixed, MeasuredNeeds]:
     """Measure what passes need; return the bytes beside experts (M_fixed without a staging buffer), and the needs."""
+    from moepack.runtime.planning.skeleton import latent_layers  # which imports transformers
+
     device = devices[0]
     taken = 0
-    needs, _ = measure(bundle, model.config, model.dtype, device, workload)
+    unserved = (m for m in latent_layers(model) if getattr(m, "_moepack_latent", None) is None)
+    own = device.type == "cpu" and next(unserved, None) is not None
+    needs, _ = measure(bundle, model.config, model.dtype, device, workload, own)
     activations = needs.activations
     if device.type == "cuda":
         activations = max(activations, on_cuda(model, bundle.layers, device, needs)) + graphs.wanted() * graphs.MEMORY

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import CODE_ERRORS, InputError, MoepackError, in_a_line
-from moepack.pack.hub_errors import reason
+from moepack.pack.hub_errors import in_one_line, patiently, reason
 from moepack.pack.hub_name import on_hub
 from moepack.pack.manifest import DENSE, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
@@ -176,21 +177,38 @@ def from_pretrained(
 
 
 def _generation_config(name: str | Path, revision: str, token: str | bool | None) -> GenerationConfig | None:
-    """Return a model's generation configuration; None without one, and where a Hub does not give it."""
+    """Return a model's generation configuration; None without one, and in offline mode where the cache has none."""
     from transformers import GenerationConfig
     from transformers.utils import GENERATION_CONFIG_NAME
 
-    here = Path(name).exists()
-    if here and not (Path(name) / GENERATION_CONFIG_NAME).exists():
-        return None
+    here = Path(name)
+    with in_one_line(str(name)):
+        if here.exists():
+            has_one = (here / GENERATION_CONFIG_NAME).exists()
+        else:
+            has_one = _has_on_hub(str(name), GENERATION_CONFIG_NAME, revision, token)
     try:
-        return GenerationConfig.from_pretrained(name, revision=revision, token=token)
+        return GenerationConfig.from_pretrained(name, revision=revision, token=token) if has_one else None
     except Exception as error:  # the file may hold anything, or not be readable
-        if isinstance(error, OSError) and not here:
-            return None
         raise InputError(
             f"{name}: transformers does not take its {GENERATION_CONFIG_NAME}: {in_a_line(error)}"
         ) from error
+
+
+def _has_on_hub(repo: str, file: str, revision: str, token: str | bool | None) -> bool:
+    """Download a file; return whether the repository has it, or in offline mode the cache."""
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        patiently(partial(hf_hub_download, repo, file, revision=revision, token=token))
+    except LocalEntryNotFoundError:
+        if constants.HF_HUB_OFFLINE:
+            return False
+        raise
+    except EntryNotFoundError:
+        return False
+    return True
 
 
 def check_bundle(name: str | Path, options: LoadOptions) -> None:

@@ -17,7 +17,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import Version, align
-from moepack.runtime.dense.choice import dense_change, serves_dense
+from moepack.runtime.dense.choice import dense_change
 from moepack.runtime.dense.linears import linears, padding
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.experts import backends
@@ -193,7 +193,7 @@ def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> No
 
 def _padding(model: PreTrainedModel, bundle: Bundle) -> int:
     """Return the bytes that a model's dense matrices without versions take beyond their own where kernels read them."""
-    if not serves_dense() or backends.backend(CPU) != "native":
+    if not backends.serves_dense() or backends.backend(CPU) != "native":
         return 0
     own = {d.module for d in bundle.manifest.dense}
     found = linears(model, [layer.module for layer in bundle.layers])

@@ -2,8 +2,9 @@
 
 In a router, `F.linear` becomes the kernels' product. In attention, `ALL_ATTENTION_FUNCTIONS` gives a function that runs
 the kernel, and the requested function otherwise: in the place of "sdpa" for a single new token, and of a family's own
-"eager" function, which copies keys for each head that shares them, for all tokens. A module whose code does not read
-these names stays as it is, and so does one whose results would differ by more than rounding.
+"eager" function, which copies keys for each head that shares them, for all tokens. Several new tokens of "sdpa" attend
+by torch, without such copies. A module whose code does not read these names stays as it is, and so does one whose
+results would differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from moepack.families.arguments import unknown_to_attention
+from moepack.runtime.kernels.by_torch import attend_by_groups
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup, attend, dense
 from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.step.context import current
@@ -144,22 +146,21 @@ def is_sdpa(found: Attention) -> bool:
 def _served(found: Attention) -> Attention:
     """Return the function in whose place the kernel runs; a registered one that is not "sdpa" stays as it is."""
     if is_sdpa(found):
-        return _one_token(found)
+        return _of_shared_keys(found)
     return _in_place_of_eager(found) if inspect.unwrap(found).__name__ == EAGER else found
 
 
 def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> bool:
-    """Whether the kernel takes these tensors of an attention call, which wants neither gradients nor dropout."""
+    """Whether an attention call on a CPU is plain: of one dtype, with shared keys, without gradients and dropout."""
     return (
         not given.get("dropout")
-        and query.dtype == key.dtype == value.dtype == torch.bfloat16
+        and query.dtype == key.dtype == value.dtype
         and query.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and not learns(query, key, value)
         and query.shape[0] == key.shape[0]
         and key.shape[:3] == value.shape[:3]
         and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
-        and query.stride(3) == key.stride(3) == value.stride(3) == 1
     )
 
 
@@ -184,6 +185,8 @@ def _in_place_of_eager(plain: Attention) -> Attention:
             and step is not None
             and not step.weighed
             and _fits(module, query, key, value, given)
+            and query.dtype == torch.bfloat16
+            and query.stride(3) == key.stride(3) == value.stride(3) == 1
             and given.get("scaling") is not None
             and not unknown_to_attention({**given, "scaling": None, "s_aux": None})
             and sinks is getattr(module, "sinks", None)  # with which the module was tried
@@ -248,29 +251,40 @@ def _serve_eager(module: Any) -> None:
 
 
 @functools.cache
-def _one_token(plain: Attention) -> Attention:
-    """Return an attention function that runs the kernel for one new token, and `plain` otherwise.
+def _of_shared_keys(plain: Attention) -> Attention:
+    """Return an attention function that does not copy keys for each head that shares them, in the place of "sdpa".
 
-    The token has no mask, or one for each head by which heads that share keys see few of them, and the same.
+    It runs the kernel for one new token without a mask, or with one for each head by which heads that share keys see
+    few of them, and the same. Several tokens with a mask attend by torch, the heads that share keys at a time.
     """
 
     @functools.wraps(plain)
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
+        if not _fits(module, query, key, value, kwargs) or any(kwargs.get(name) is not None for name in SPECIAL):
+            return plain(module, query, key, value, attention_mask, **kwargs)
+        scaling = kwargs.get("scaling")
+        shared = getattr(module, "num_key_value_groups", 1)
+        if query.shape[2] > 1 and shared > 1 and attention_mask is not None:
+            numbers = numbers_of(key)
+            made = attend_by_groups(query, numbers, numbers_of(value), attention_mask, scaling)
+            step = current()
+            if step is not None and step.importance is not None:  # it ranks tokens by their keys
+                step.importance.saw(module, query, numbers, attention_mask, kwargs)
+            return made.transpose(1, 2).contiguous(), None
         if (
             query.shape[2] == 1
             and (attention_mask is None or attention_mask.shape[:2] == query.shape[:2])
-            and not any(kwargs.get(name) is not None for name in SPECIAL)
-            and _fits(module, query, key, value, kwargs)
+            and query.dtype == torch.bfloat16
+            and query.stride(3) == key.stride(3) == value.stride(3) == 1
         ):
-            scaling = kwargs.get("scaling")
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             if attention_mask is None:
                 return attend(query, key, value, scale), None
-            made = _to_few(query, key, value, scale, attention_mask)
-            if made is not None:
-                return made, None
+            few = _to_few(query, key, value, scale, attention_mask)
+            if few is not None:
+                return few, None
         return plain(module, query, key, value, attention_mask, **kwargs)
 
     return attention

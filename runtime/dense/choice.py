@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import LOSSLESS, SECTION, Version, align
 
-KERNELS = "MOEPACK_DENSE_KERNELS"  # an environment variable: "off" leaves dense modules to the model's own code
 ALLOCATION = "allocation"  # the versions that the manifest names
 
 
@@ -59,8 +57,3 @@ def dense_change(bundle: Bundle, versions: Sequence[Version], item: int) -> int:
                 extent = align(version.resident_size((matrix,)), SECTION)
                 change += extent - item * (matrix.weights + matrix.rows * matrix.bias)
     return change
-
-
-def serves_dense() -> bool:
-    """Whether kernels may take the place of the code of modules outside the experts."""
-    return os.environ.get(KERNELS, "on") != "off"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ from moepack.runtime.kernels.affine_native import has_tiles
 from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix, of_packed
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
 from moepack.runtime.kernels.kv_rows import plain as numbers_of
+from moepack.runtime.kv.latents import MAP, SHARE, SHARE_BF16, expanded_bytes, heads_at_once, most_absorbed, wide
 from moepack.runtime.step.context import current
 
 from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_attention
@@ -33,13 +34,7 @@ from .packed import PackedLinear
 from .selection import over_seen, sees_few
 from .values import Trials
 
-MAP = "kv_b_proj"
-EXPANDED = 64 << 20  # bytes of expanded keys and values at a time; one head's at least
 SCORES = 16 << 20  # numbers of float32 scores at a time
-# New tokens up to which latents are not expanded, as a share of those for which both ways multiply as often. With BF16
-# products both take as long at 0.75 of them over 512 tokens and at 1.5 over 4,096; with AVX2 alone at 0.5 to 0.7.
-SHARE_BF16 = 1.0
-SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,14 +123,23 @@ class Latents:
         Values get zeros up to the width of keys, because torch's fast kernel takes equal widths alone: 512 tokens
         over 4,096 take 0.57 of the time.
         """
+        out = []
+        head = 0
+        for keys, values in self.parts():
+            asked = query[:, head : head + keys.shape[1]]
+            head += keys.shape[1]
+            out.append(found(module, asked, keys, values, mask, **given)[0][..., : self.of.second])
+        return torch.cat(out, dim=2)
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield keys and values of some heads after others, [batch, heads, length, ...], values with their zeros."""
         of = self.of
         batch, _, length, turned = self.turned.shape
-        wide = max(of.first + turned, of.second)
-        bytes_a_head = batch * length * (of.each + 2 * wide) * query.element_size()
-        some = max(1, min(of.heads, EXPANDED // max(1, bytes_a_head)))
-        out = []
         flat = self.latent.reshape(batch * length, -1)
         rotated = numbers_of(self.turned)
+        size = expanded_bytes(batch * length, of.first, turned, of.second, flat.element_size())
+        some = heads_at_once(of.heads, size)
+        zeros = wide(of.first, turned, of.second) - of.second
         for head in range(0, of.heads, some):
             heads = min(some, of.heads - head)
             made = flat.new_empty(len(flat), heads * of.each)
@@ -143,10 +147,8 @@ class Latents:
             split = made.view(batch, length, heads, of.each).transpose(1, 2)
             shared = rotated.expand(-1, heads, -1, -1)
             keys = torch.cat((split[..., : of.first], shared), dim=-1)
-            values = nn.functional.pad(split[..., of.first :], (0, wide - of.second))
-            asked = query[:, head : head + heads]
-            out.append(found(module, asked, keys, values, mask, **given)[0][..., : of.second])
-        return torch.cat(out, dim=2)
+            values = nn.functional.pad(split[..., of.first :], (0, zeros))
+            yield keys, values
 
 
 class LatentMap(Uncopied):
@@ -190,12 +192,8 @@ class LatentMap(Uncopied):
 
     def most_absorbed(self, rotated: int) -> int:
         """Return the most new tokens for which latents are not expanded."""
-        absorbed = 2 * self.rank + rotated
-        expanded = self.each + rotated
-        if absorbed <= expanded:
-            return 1 << 30
         share = SHARE_BF16 if has_tiles(torch.bfloat16) else SHARE
-        return int(share * self.rank * self.each / (absorbed - expanded))
+        return most_absorbed(self.rank, self.first, rotated, self.second, share)
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return the map, [rank, heads, first + second]."""
@@ -256,8 +254,8 @@ def over_latents(found: Attention) -> Attention:
             if made is None:
                 made = key.by_heads(plain, module, query, attention_mask, given)
             step = current()
-            if step is not None and step.importance is not None:  # it ranks tokens by all heads' keys
-                step.importance.saw(module, query, key.expanded()[0], attention_mask, given)
+            if step is not None and step.importance is not None:  # it ranks tokens by the keys of all heads
+                step.importance.saw(module, query, (keys for keys, _ in key.parts()), attention_mask, given)
             return made, None
         return found(module, query, *key.expanded(), attention_mask, **given)
 

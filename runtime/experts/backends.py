@@ -41,6 +41,7 @@ UNLIMITED = 1 << 30  # tokens
 # With AVX2 alone products of integers are faster than torch's floats with any number of tokens.
 WITH_AVX2 = {f"bfloat16 {name}": UNLIMITED for name in compiled_names() if kernel_of(name).integers}
 VARIABLE = "MOEPACK_LIMITS"
+DENSE = "MOEPACK_DENSE_KERNELS"  # an environment variable: "off" leaves dense modules to the model's own code
 AGAINST = "by_torch, up to 512 tokens"  # what packed bytes are measured against; a new name discards old measurements
 TABLES = 15  # older measurements that the file keeps, of other machines, instruction sets and numbers of threads
 CANDIDATES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, UNLIMITED)
@@ -56,6 +57,11 @@ def backend(device: torch.device) -> str:
 
             return "triton"
     return "reference"
+
+
+def serves_dense() -> bool:
+    """Whether kernels may take the place of the code of modules outside the experts."""
+    return os.environ.get(DENSE, "on") != "off"
 
 
 @functools.cache

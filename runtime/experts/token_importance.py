@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,26 +162,37 @@ class TokenImportance:
             self._text = None
             self._heavy.clear()
 
-    def saw(self, module: object, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, Any]) -> None:
-        """Compute and keep the heavy hitters of one attention layer's call; `given` are its further arguments."""
+    def saw(
+        self,
+        module: object,
+        query: Tensor,
+        key: Tensor | Iterable[Tensor],
+        mask: Tensor | None,
+        given: dict[str, Any],
+    ) -> None:
+        """Compute and keep the heavy hitters of one attention layer's call; `given` are its further arguments.
+
+        Keys may be given some heads after others, one key head for each head of the query.
+        """
         position = self._positions.get(id(module))
         if position is None or (query.shape[0], query.shape[2]) != self._shape:
             return
         causal = given.get("is_causal")
         scaling = given.get("scaling")
-        received = attention_received(
-            query,
-            key,
-            mask,
-            query.shape[-1] ** -0.5 if scaling is None else scaling,
-            bool(getattr(module, "is_causal", True) if causal is None else causal),
-            self._text,
-            given.get("softcap"),
-            given.get("s_aux"),
-            self._workspace,
-        )
-        tokens = query.shape[2]
-        first = min(self._cached, key.shape[2] - tokens)  # a cache of fixed length has keys behind the pass's, too
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+        softcap = given.get("softcap")
+        sinks = given.get("s_aux")
+        batch, heads, tokens, _ = query.shape
+        received = torch.zeros(batch, 0, device=query.device)
+        head = 0
+        for part in [key] if isinstance(key, Tensor) else key:
+            some = query if isinstance(key, Tensor) else query[:, head : head + part.shape[1]]
+            head += part.shape[1]
+            mean = attention_received(some, part, mask, scaling, causal, self._text, softcap, sinks, self._workspace)
+            share = mean * (some.shape[1] / heads)
+            received = received + share if received.numel() else share
+        first = min(self._cached, received.shape[1] - tokens)  # a cache of fixed length has keys behind the pass's, too
         self._heavy[position] = heavy_hitters(received[:, first : first + tokens], self._share, self._text)
 
     def heavy(self, position: int, tokens: int) -> Tensor | None:

@@ -55,9 +55,17 @@ def lone_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | None:
 
 
 def measure(
-    bundle: Bundle, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, workload: Workload
+    bundle: Bundle,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    workload: Workload,
+    own_attention: bool = False,
 ) -> tuple[MeasuredNeeds, int]:
     """Measure the memory of a workload on a model's skeleton, in about ten forward passes without arithmetic.
+
+    Args:
+        own_attention: whether attention is the family's own code, because kernels do not serve some layer.
 
     Returns:
         What the workload needs, and the bytes of the skeleton's dense tensors.
@@ -67,12 +75,12 @@ def measure(
     """
     layers = tuple(bundle.layers)
     model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
-    compiled = backends.library() is not None
-    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense), compiled)
+    kernels = backends.library() is not None, backends.serves_dense(), own_attention
+    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense), kernels)
     found = _known.get(key)
     if found is None:
         try:
-            found = _measure(config, dtype, device, layers, workload, bool(bundle.manifest.dense))
+            found = _measure(config, dtype, device, layers, workload, bool(bundle.manifest.dense), own_attention)
         except InputError:  # its caches cannot be coded
             raise
         except Exception as error:  # a family whose code reads values, which a skeleton does not have
@@ -101,11 +109,12 @@ def _measure(
     layers: Sequence[ExpertLayer],
     workload: Workload,
     packed: bool,
+    own_attention: bool = False,
 ) -> tuple[MeasuredNeeds, int]:
     from .skeleton import SHORT, Probe, skeleton  # which imports transformers' models
 
     model, mode = skeleton(config, dtype)
-    probe = Probe(model, layers, device, mode, workload.kv)
+    probe = Probe(model, layers, device, mode, workload.kv, own_attention)
     shape = probe.kv_shape()
     dense = dense_bytes(model, layers)
     lone = lone_embedding(model)

@@ -9,15 +9,19 @@ attention on a CPU, for which it is known.
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.moe import ExpertsInterface
@@ -26,8 +30,10 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
+from moepack.runtime.kernels.by_torch import attend_by_groups, bytes_beside
 from moepack.runtime.kv.forms import PLAIN_KV
 from moepack.runtime.kv.growing import layer_bits, new_cache
+from moepack.runtime.kv.latents import MAP, SHARE_BF16, expanded_bytes, heads_at_once, most_absorbed, wide
 from moepack.runtime.kv.sizes import cache_bytes, sliding_window, storages
 
 from .fixed import KvShape
@@ -160,10 +166,12 @@ class Probe:
         device: torch.device,
         mode: FakeTensorMode | None = None,
         kv: str = PLAIN_KV,
+        own: bool = False,
     ) -> None:
         """Prepare a model on `device`, or with `mode` a skeleton that stands for a model on `device`.
 
-        `kv` is the form of caches (kv/forms.py).
+        `kv` is the form of caches (kv/forms.py). Attention takes what the kernels' does, or what the family's `own`
+        code does.
         """
         self.model: Any = model
         self.calls = 0
@@ -175,6 +183,16 @@ class Probe:
         for layer in layers:
             module: Any = model.get_submodule(layer.module)
             module._moepack_probe = layer, kind
+        if mode is not None and kind == "native" and backends.serves_dense() and not own:
+            self._as_served()
+
+    def _as_served(self) -> None:
+        """Let attention take what the kernels' does, and not what the family's own code does."""
+        for module in latent_layers(self.model):
+            module.expand_kv = functools.partial(_unexpanded, module)
+        for module in self.model.modules():
+            if getattr(module, "num_key_value_groups", 1) > 1 and _attends_by_sdpa(module):
+                module.num_key_value_groups = 1  # so that keys reach `_ServedAttention` uncopied
 
     def kv_shape(self) -> KvShape:
         """Measure how a sequence's cache grows; a model without a cache has a shape without parts."""
@@ -259,7 +277,7 @@ class Probe:
             for config, _ in configs.values():
                 config._experts_implementation_internal = IMPLEMENTATION
             # Not inference mode, in which composite operations are not decomposed.
-            with self._mode, torch.no_grad(), LiveBytes(self.model) as live:
+            with self._mode, torch.no_grad(), _ServedAttention(), LiveBytes(self.model) as live:
                 yield live
         finally:
             for config, before in configs.values():
@@ -279,6 +297,88 @@ def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
         found.append((name, type(module), *sorted(map(repr, plain.items()))))
         found += [(n, t.shape, t.dtype) for n, t in tensors]
     return tuple(found)
+
+
+def latent_layers(model: torch.nn.Module) -> Iterator[Any]:
+    """Yield the attention modules of a model that make keys and values from latents and attend by "sdpa"."""
+    for module in model.modules():
+        if hasattr(type(module), "expand_kv") and MAP in module._modules and _attends_by_sdpa(module):
+            yield module
+
+
+def _attends_by_sdpa(module: Any) -> bool:
+    """Whether a module asks transformers' table for its attention function, and gets "sdpa"."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    by_name = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return by_name and getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """The numbers of a latent and of its part with positions, and of a head's key from the latent and its value."""
+
+    rank: int
+    rotated: int
+    first: int
+    second: int
+    coded: bool
+
+
+def _unexpanded(module: Any, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the shapes of keys and values of all heads, which take no memory (`_ServedAttention`)."""
+    batch, _, length, rotated = turned.shape
+    coded = type(latent) not in (Tensor, FakeTensor)
+    sizes = _Sizes(latent.shape[3], rotated, module.qk_nope_head_dim, module.v_head_dim, coded)
+    heads = module._modules[MAP].out_features // (sizes.first + sizes.second)
+    nothing = torch.empty(1, dtype=turned.dtype, device=turned.device)
+    keys: Any = nothing.expand(batch, heads, length, sizes.first + rotated)
+    keys._moepack_latents = sizes
+    return keys, nothing.expand(batch, heads, length, sizes.second)
+
+
+class _ServedAttention(TorchFunctionMode):
+    """Allocates what served attention does for keys of `_unexpanded` (dense/latent.py), and keys that heads share."""
+
+    def __torch_function__(
+        self, function: Any, types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch's, or allocate in its place."""
+        given = dict(kwargs or {})
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            query, key, value = args[:3]
+            sizes = getattr(key, "_moepack_latents", None)
+            if sizes is not None:
+                return _over_latents(query, key.shape[2], sizes)
+            mask = given.get("attn_mask")
+            if mask is None and query.shape[2] == 1 and query.dtype == torch.bfloat16:
+                return query.new_empty(*query.shape[:3], value.shape[3])  # by the kernel, from keys where they are
+            if query.shape[1] != key.shape[1] and not given.get("enable_gqa"):
+                if mask is not None:
+                    return attend_by_groups(query, key, value, mask)
+                given["enable_gqa"] = True
+        return function(*args, **given)
+
+
+def _over_latents(query: Tensor, length: int, sizes: _Sizes) -> Tensor:
+    """Allocate the most that either way of attention takes; return a result, [batch, heads, tokens, second]."""
+    batch, heads, tokens, _ = query.shape
+    item = query.element_size()
+    first, rotated, second, rank = sizes.first, sizes.rotated, sizes.second, sizes.rank
+    expanded = expanded_bytes(batch * length, first, rotated, second, item)
+    some = heads_at_once(heads, expanded)
+    packed = 2 * batch * length * wide(first, rotated, second) * item  # by torch's kernel, of a head's keys and values
+    copied = 0  # numbers of coded latents beside a copy of their codes, or several sequences' latents in one matrix
+    if sizes.coded or batch > 1:
+        copied = batch * length * (rank + rotated) * (item + 2 * sizes.coded)
+    by_heads = some * (expanded + packed) + copied + bytes_beside(batch * length, rank)
+    by_heads += batch * tokens * heads * second * item  # results of some heads, before they are joined
+    absorbed = 0
+    if tokens <= most_absorbed(rank, first, rotated, second, SHARE_BF16):
+        absorbed = batch * tokens * heads * (first + 2 * rank + second) * item
+    beside = query.new_empty(max(by_heads, absorbed), dtype=torch.uint8)
+    out = query.new_empty(batch, heads, tokens, second)
+    del beside
+    return out
 
 
 def probe_experts(module: Any, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

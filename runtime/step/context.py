@@ -81,8 +81,15 @@ class Loader(Protocol):
 class HeavyHitters(Protocol):
     """Sees the attention of a prompt, and marks heavy hitters."""
 
-    def saw(self, module: object, query: Tensor, key: Tensor, mask: Tensor | None, given: dict[str, object]) -> None:
-        """Take up one attention layer's call."""
+    def saw(
+        self,
+        module: object,
+        query: Tensor,
+        key: Tensor | Iterable[Tensor],
+        mask: Tensor | None,
+        given: dict[str, object],
+    ) -> None:
+        """Take up one attention layer's call; keys may be given some heads after others."""
 
     def heavy(self, position: int, tokens: int) -> Tensor | None:
         """Return whether each token is a heavy hitter, bool [tokens]; None if the attention was not observed."""

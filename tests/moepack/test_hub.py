@@ -293,6 +293,7 @@ REFUSALS = {
     "busy for a token": ("push-xet", {"refuse": always(503, "-token/")}, "out of order (503", RETRIED),
     "a wrong token for a tokenizer": ("generate", {"refuse": always(401, "/tokenizer")}, "the token that HF_TOKEN", []),
     "busy for experts' names": ("generate", {"refuse": always(429, "/paths-info/")}, "limits requests (429", RETRIED),
+    "busy for how to sample": ("generate", {"refuse": always(502, "/generation_")}, "out of order (502", RETRIED),
     "no right to experts": ("generate", {"refuse": always(403, "/experts/")}, "no right to read here (403", []),
     "cut off while loading": ("generate", {"cut": lambda method, path: "/adapter" in path}, "cannot be reached", []),
     "a reader, of Xet": ("push-xet", {"token": "hf_reader"}, "no right to write here (403", []),

@@ -20,7 +20,6 @@ from transformers import StaticCache
 
 from moepack.pack.errors import InputError
 from moepack.runtime import decode_graph
-from moepack.runtime.dense import choice
 from moepack.runtime.devices import graphs
 from moepack.runtime.forward_wrapper import decode_graphs
 from moepack.runtime.kernels import attend_triton
@@ -61,7 +60,7 @@ def bundles(demo_model, text, made_once):
 @pytest.fixture(autouse=True)
 def dense_kernels(gpu, monkeypatch):
     """Norms, routers and projections by launches, which the stand-in leaves to torch."""
-    monkeypatch.setenv(choice.KERNELS, "on")
+    monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "on")
     monkeypatch.setenv(graphs.VARIABLE, "off")
 
 

@@ -32,6 +32,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from moepack.families.arguments import unknown_to_attention
 from moepack.runtime.experts import backends
+from moepack.runtime.kernels.by_torch import attend_by_groups
 from moepack.runtime.kv.forms import PLAIN, Bits
 from moepack.runtime.kv.growing import as_given, coded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
@@ -571,6 +572,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int 
         return out.reshape(1, 1, -1, v.shape[3])
     grouped = q.shape[1] != heads
     if grouped and mask is not None:
+        if q.device.type == "cpu":
+            return attend_by_groups(q, k, v, mask[None, None], scaling).transpose(1, 2)
         k, v = (t.repeat_interleave(q.shape[1] // heads, dim=1) for t in (k, v))
         grouped = False
     out = scaled_dot_product_attention(

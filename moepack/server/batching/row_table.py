@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.runtime.dense.choice import serves_dense
+from moepack.runtime.experts.backends import serves_dense
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,6 +10,7 @@ from support import load_for_logits
 from tiny_models import random_model
 from torch import nn
 from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import moepack
@@ -19,13 +20,14 @@ from moepack.runtime.experts import backends
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 
 from moepack.runtime.dense import borrowed
-from moepack.runtime.dense.borrowed import _one_token, _Registry, _served, serve_attention, serve_routers
+from moepack.runtime.dense.borrowed import _of_shared_keys, _Registry, _served, serve_attention, serve_routers
 from moepack.runtime.dense.linears import ServedLinear
 from moepack.runtime.kernels import affine_native as native
 from moepack.runtime.kernels import trial
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.kernels.reference import dequantise, sections_of
+from moepack.runtime.planning.skeleton import LiveBytes
 from moepack.runtime.step.context import Step, opened
 
 F = nn.functional
@@ -145,8 +147,8 @@ def test_only_one_new_token_without_a_mask_is_the_kernels():
     def plain(*args, **kwargs):
         return "plain"
 
-    attention, module = _one_token(plain), SimpleNamespace(num_key_value_groups=2)
-    assert _one_token(plain) is attention
+    attention, module = _of_shared_keys(plain), SimpleNamespace(num_key_value_groups=2)
+    assert _of_shared_keys(plain) is attention
     q, k = torch.randn(1, 4, 1, 16).bfloat16(), torch.randn(1, 2, 9, 16).bfloat16()
     assert torch.equal(attention(module, q, k, k, None)[0], attend(q, k, k, 0.25))
     for changed in (
@@ -160,11 +162,34 @@ def test_only_one_new_token_without_a_mask_is_the_kernels():
         assert attention(module, q.clone().requires_grad_(), k, k, None) != "plain"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_several_tokens_with_a_mask_do_not_copy_keys(dtype):
+    """The bits of transformers' function, in no more memory than results and what torch packs for one group."""
+    torch.manual_seed(0)
+    module = SimpleNamespace(num_key_value_groups=4, is_causal=True, training=False)
+    query, key, value = (torch.randn(2, heads, n, 32).to(dtype) for heads, n in ((12, 20), (3, 700), (3, 700)))
+    given = nn.Module()
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        given.register_buffer(name, tensor)
+    seen = torch.ones(2, 1, 20, 700, dtype=torch.bool).tril_(680)
+    seen[1, :, :, :9] = False
+    attention = _of_shared_keys(sdpa_attention_forward)
+    ranked = []
+    for mask in (seen, seen.repeat(1, 12, 1, 1), torch.zeros(2, 1, 20, 700, dtype=dtype).masked_fill(~seen, -1e30)):
+        wanted = sdpa_attention_forward(module, query, key, value, mask, scaling=0.2)[0]
+        step = Step(importance=SimpleNamespace(saw=lambda *call: ranked.append(call[2])))
+        with opened(step), LiveBytes(given) as live:
+            made = attention(module, query, key, value, mask, scaling=0.2)[0]
+        assert torch.equal(made, wanted) and made.is_contiguous()
+        assert live.peak < 4 * made.nbytes + 3 * key.nbytes + 2 * mask.nbytes
+    assert len(ranked) == 3 and all(keys is key for keys in ranked)
+
+
 def test_only_transformers_own_function_is_replaced():
     """Another one may be registered as "sdpa": it runs, whatever its arguments are. A watched one counts as its own."""
     registry, table = ALL_ATTENTION_FUNCTIONS, {"sdpa": exact}
     own = _Registry(registry, _served)
-    assert own.get_interface("sdpa", exact) is _one_token(registry["sdpa"]) is own["sdpa"]
+    assert own.get_interface("sdpa", exact) is _of_shared_keys(registry["sdpa"]) is own["sdpa"]
     assert own.get_interface("eager", exact) is registry.get_interface("eager", exact)
     assert _Registry(table, _served)["sdpa"] is exact
 

@@ -9,6 +9,9 @@ from benchmarks import families
 from moepack.calibrate.experts import describe, is_experts_module
 from moepack.families.arguments import cache_in
 from moepack.families.model_class import model_of
+from moepack.runtime.dense.borrowed import serve_attention
+from moepack.runtime.dense.latent import serve_latents
+from moepack.runtime.kv import latents
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.measure import Workload, _measure
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
@@ -61,3 +64,29 @@ def test_leaving_out_repeated_layers_changes_no_byte(family, kept, monkeypatch):
         asked = Workload(kv_tokens=100, prefill_tokens=24, batch=2)
         made.append(_measure(config, torch.bfloat16, torch.device("cpu"), layers, asked, False))
     assert made[0] == made[1] and numbers == [kept]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kv", ["16", "8"])
+@pytest.mark.parametrize("tokens", [4, 48])
+@pytest.mark.parametrize("family", ["deepseek_v2", "qwen3_moe"])
+def test_attention_is_counted_as_it_is_served(family, tokens, kv, batch, monkeypatch):
+    """The fault: a budget held back keys and values of all heads, of which some heads' are made at a time."""
+    monkeypatch.setattr(latents, "EXPANDED", 1 << 18)
+    context = 700
+    shared = {"deepseek_v2": 16, "qwen3_moe": 2}
+    changes = {"num_attention_heads": 16, "num_key_value_heads": shared[family]}
+    config = tiny_models.config_of(family, changes)
+    device = torch.device("cpu")
+    torch.manual_seed(0)
+    model = model_of(config, dtype=torch.bfloat16).eval()
+    found = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
+    layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
+    made, mode = skeleton(config, torch.bfloat16)
+    own = Probe(made, layers, device, mode, kv, own=True).headroom([tokens, 1], batch, context)
+    counted = Probe(made, layers, device, mode, kv).headroom([tokens, 1], batch, context)
+    assert serve_attention(model)
+    assert bool(serve_latents(model)) == (family == "deepseek_v2")
+    taken = Probe(model, layers, device, kv=kv).headroom([tokens, 1], batch, context)
+    assert taken[0] <= counted[0] <= 0.6 * own[0]
+    assert taken[1] <= counted[1] <= own[1]

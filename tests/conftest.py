@@ -24,6 +24,9 @@ os.environ.setdefault(
 )  # what is measured differs, and the last bits of what is computed with it
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported: kernels run on CPU tensors
+    import quick_interpreter
+
+    quick_interpreter.install()
 
 # torch's compiler finds the kernels that it keeps by their source alone: one that was compiled under another
 # ATEN_CPU_CAPABILITY has vectors of another length, and gave NaN or wrote past its buffers.

@@ -18,7 +18,7 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels import affine_triton, attend_triton, exponent_triton, step_triton, switch_triton
-from moepack.runtime.kernels.forms import make_forms
+from moepack.runtime.kernels.forms import Norm, make_forms
 from moepack.runtime.kernels.routing_triton import Routing, Tally, route
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, named arguments
@@ -175,14 +175,14 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
     def heads(normed: bool, placed: str) -> None:
         keys = zeros(1, KEYS, 4096, SIZE)
         place = zeros(1, dtype=torch.int64)
-        own = step_triton.HeadNorm(zeros(SIZE), "rounded", 1e-6) if normed else None
+        own = Norm(zeros(SIZE), 0, 1e-6) if normed else None
         x = zeros(1, (HEADS + 2 * KEYS) * SIZE)
         angles = zeros(1, SIZE)
         static = (keys, torch.empty_like(keys), place) if placed else None
         step_triton.rotate(x, angles, angles, (HEADS, KEYS), (own, own), place=rows() if "rows" in placed else static)
 
     def norm(cols: int) -> None:
-        step_triton.norm(zeros(1, cols), zeros(cols), "rounded", 1e-6)
+        step_triton.norm(zeros(1, cols), zeros(cols), 0, 1e-6)
 
     def total() -> None:
         switch_triton.summed(zeros(TOP_K, HIDDEN), zeros(1, TOP_K), zeros(TOP_K, dtype=torch.int32), dtype)

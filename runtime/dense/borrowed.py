@@ -26,7 +26,7 @@ from moepack.runtime.step.context import current
 
 from .linears import in_place_of, learns, most_tokens, with_name
 from .selection import over_seen, sees_few
-from .values import Changed
+from .values import Trials
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers has such functions by name
 CLOSE = 2.0**-6  # the greatest difference allowed between two results, as a share of their greatest number
@@ -66,7 +66,7 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
 
     The model is on a CPU with loaded weights. `experts` names the modules of experts; routers are their siblings.
     """
-    changed = Changed()
+    tried = Trials[bool]()
     most = most_tokens()
     for name in experts:
         for last, module in model.get_submodule(name.rpartition(".")[0]).named_children():
@@ -79,9 +79,9 @@ def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
             shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach(), most))
             kind: Any = type(module)
             own = with_name(kind.forward, "F", shim)
-            if changed.count(kind, _agree(module, own, most)):
+            if tried.count(module, _agree(module, own, most)):
                 module.__class__ = in_place_of(kind, own)
-    return changed.done()
+    return tried.done()
 
 
 def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
@@ -150,6 +150,20 @@ def _served(found: Attention) -> Attention:
     return _in_place_of_eager(found) if inspect.unwrap(found).__name__ == EAGER else found
 
 
+def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]) -> bool:
+    """Whether an attention call on a CPU is plain: of one dtype, with shared keys, without gradients and dropout."""
+    return (
+        not given.get("dropout")
+        and query.dtype == key.dtype == value.dtype
+        and query.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not learns(query, key, value)
+        and query.shape[0] == key.shape[0]
+        and key.shape[:3] == value.shape[:3]
+        and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+    )
+
+
 SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not support
 EAGER = "eager_attention_forward"  # the name of plain attention in a model's own file
 MASKED = -1e30  # numbers of a mask that are below hide a key
@@ -170,17 +184,13 @@ def _in_place_of_eager(plain: Attention) -> Attention:
             getattr(module, "_moepack_eager", False)
             and step is not None
             and not step.weighed
-            and not given.get("dropout")
-            and query.dtype == key.dtype == value.dtype == torch.bfloat16
-            and query.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and query.shape[1] == key.shape[1] * getattr(module, "num_key_value_groups", 1)
+            and _fits(module, query, key, value, given)
+            and query.dtype == torch.bfloat16
             and query.stride(3) == key.stride(3) == value.stride(3) == 1
             and given.get("scaling") is not None
             and not unknown_to_attention({**given, "scaling": None, "s_aux": None})
             and sinks is getattr(module, "sinks", None)  # with which the module was tried
-            and not learns(query, key, value)
-            and not (sinks is not None and learns(sinks))
+            and not learns(sinks)
         )
         if fits and attention_mask is not None:
             seen = _seen(attention_mask, query, key)
@@ -252,21 +262,10 @@ def _of_shared_keys(plain: Attention) -> Attention:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        shared = getattr(module, "num_key_value_groups", 1)
-        fits = (
-            not kwargs.get("dropout")
-            and query.dtype == key.dtype == value.dtype
-            and query.device.type == "cpu"
-            and not torch.compiler.is_compiling()
-            and not learns(query, key, value)
-            and not any(kwargs.get(name) is not None for name in SPECIAL)
-            and query.shape[0] == key.shape[0]
-            and key.shape[:3] == value.shape[:3]
-            and query.shape[1] == key.shape[1] * shared
-        )
-        if not fits:
+        if not _fits(module, query, key, value, kwargs) or any(kwargs.get(name) is not None for name in SPECIAL):
             return plain(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
+        shared = getattr(module, "num_key_value_groups", 1)
         if query.shape[2] > 1 and shared > 1 and attention_mask is not None:
             numbers = numbers_of(key)
             made = attend_by_groups(query, numbers, numbers_of(value), attention_mask, scaling)

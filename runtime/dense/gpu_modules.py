@@ -7,6 +7,7 @@ compared with the module on random rows. A form that agrees replaces the module'
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import weakref
@@ -21,12 +22,12 @@ from moepack.pack.spec import ExpertLayer
 from moepack.runtime.experts.gpu import launch, takes
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.routing_triton import Routing, choose, fits, route
-from moepack.runtime.kernels.step_triton import FORMS, HeadNorm, norm
+from moepack.runtime.kernels.step_triton import norm
 from moepack.runtime.step.context import step_of
 
 from .linears import FamilyModule, in_place_of, learns
-from .norms import replace_norms, trials
-from .values import Changed, ReadValues
+from .norms import FORMS, replace_norms, trials
+from .values import Trials
 
 ROWS = 16  # random rows per kernel trial
 TRIALS = 4  # trials per router
@@ -37,14 +38,8 @@ APART = {
 CLOSE = 2.0**-6  # the greatest difference of two gates, as a share of the greatest; more than BF16's last place
 
 
-_norms: dict[Hashable, str | None] = {}  # forms of norms and routers that were tried in this process
+_norms: dict[Hashable, int | None] = {}  # forms of norms and routers that were tried in this process
 _routers: dict[Hashable, _Router | None] = {}
-
-
-def described(module: nn.Module) -> HeadNorm | None:
-    """Return what a served norm computes; `None` for any other module."""
-    found = vars(type(module)).get("_moepack_norm")
-    return None if found is None else HeadNorm(module.weight, *found)  # type: ignore[arg-type]
 
 
 def serve_norms(model: nn.Module) -> dict[str, int]:
@@ -52,7 +47,7 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
     return replace_norms(model, FLOATS, _norms, _norm_form, _served_norm)
 
 
-def _served_norm(kind: type[nn.Module], form: str, epsilon: float) -> type[nn.Module]:
+def _served_norm(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]:
     plain = kind.forward
 
     def forward(self: FamilyModule, x: Tensor) -> Tensor:
@@ -63,20 +58,15 @@ def _served_norm(kind: type[nn.Module], form: str, epsilon: float) -> type[nn.Mo
         with current(x.device):
             return norm(x.contiguous(), weight.detach(), form, epsilon)
 
-    made = in_place_of(kind, forward)
-    made._moepack_norm = form, epsilon  # type: ignore[attr-defined]
-    return made
+    return in_place_of(kind, forward)
 
 
-def _norm_form(module: FamilyModule, epsilon: float) -> str | None:
+def _norm_form(module: FamilyModule, epsilon: float) -> int | None:
     """The kernel's form that agrees with the module on random weights and rows; `None` if no form does."""
-    try:
-        with current(module.weight.device):
-            found = list(trials(module, ROWS))
-            agree = (f for f in FORMS if all(_same(norm(x, p.weight, f, epsilon), wanted) for p, x, wanted in found))
-            return next(agree, None)
-    except Exception:  # of any kind, from a family's code or a compiler
-        return None
+    with current(module.weight.device):
+        found = list(trials(module, ROWS))
+        agree = (f for f in FORMS if all(_same(norm(x, p.weight, f, epsilon), wanted) for p, x, wanted in found))
+        return next(agree, None)
 
 
 def _same(made: Tensor, wanted: Tensor) -> bool:
@@ -115,28 +105,27 @@ def serve_routers(model: nn.Module, layers: Sequence[ExpertLayer]) -> dict[str, 
 
     Routers are siblings of the modules of experts that `layers` name.
     """
-    values = ReadValues()
-    changed = Changed()
+    trials_of = Trials(_routers)
     for layer in layers:
         parent = model.get_submodule(layer.module.rpartition(".")[0])
         experts = model.get_submodule(layer.module)
         for last, module in parent.named_children():
             weight = getattr(module, "weight", None)
             top_k = getattr(module, "top_k", None)
-            kind = type(module)
             if last not in ("gate", "router") or not isinstance(weight, Tensor) or not isinstance(top_k, int):
                 continue
             if "forward" in module.__dict__ or weight.dim() != 2 or len(weight) != layer.experts:
                 continue
-            key = values.of(module)
-            if key not in _routers:
-                trial = _Trial.of(module)
-                found = (r for r in _candidates(module, layer.experts) if trial is not None and trial.agrees(r))
-                _routers[key] = next(found, None)
-            router = _routers[key]
-            if changed.count(kind, router is not None):
-                module.__class__ = _served_router(kind, router, weakref.ref(experts))  # type: ignore[arg-type]
-    return changed.done()
+            router = trials_of.result(module, functools.partial(_router_of, module, layer.experts))
+            if trials_of.count(module, router is not None):
+                module.__class__ = _served_router(type(module), router, weakref.ref(experts))  # type: ignore[arg-type]
+    return trials_of.done()
+
+
+def _router_of(module: FamilyModule, experts: int) -> _Router | None:
+    """Return the first candidate that makes what a router makes."""
+    trial = _Trial.of(module)
+    return next(filter(trial.agrees, _candidates(module, experts)), None)
 
 
 def _candidates(module: FamilyModule, experts: int) -> Iterator[_Router]:
@@ -174,22 +163,20 @@ class _Trial:
     index: Tensor
 
     @staticmethod
-    def of(module: FamilyModule) -> _Trial | None:
-        """Run a copy of a router; `None` if it is not understood."""
+    def of(module: FamilyModule) -> _Trial:
+        """Run a copy of a router; raise if it is not understood."""
         generator = torch.Generator().manual_seed(0)
-        try:
-            probe = copy.deepcopy(module)
-            for tensor in (*probe.parameters(), *probe.buffers()):
-                spread = 0.2 if tensor.dim() == 1 else 2 * tensor.shape[-1] ** -0.5
-                tensor.data = (torch.randn(tensor.shape, generator=generator) * spread).to(tensor.device, tensor.dtype)
-            like = {"device": probe.weight.device, "dtype": probe.weight.dtype}
-            x = torch.randn(ROWS * TRIALS, probe.weight.shape[1], generator=generator).to(**like)
-            with torch.no_grad(), current(probe.weight.device):
-                logits, gates, index = probe(x)
-        except Exception:  # of any kind, from a family's code
-            return None
-        usual = index.dtype == torch.int64 and index.shape == gates.shape == (len(x), probe.top_k)
-        return _Trial(probe, x, logits, gates, index) if usual else None
+        probe = copy.deepcopy(module)
+        for tensor in (*probe.parameters(), *probe.buffers()):
+            spread = 0.2 if tensor.dim() == 1 else 2 * tensor.shape[-1] ** -0.5
+            tensor.data = (torch.randn(tensor.shape, generator=generator) * spread).to(tensor.device, tensor.dtype)
+        like = {"device": probe.weight.device, "dtype": probe.weight.dtype}
+        x = torch.randn(ROWS * TRIALS, probe.weight.shape[1], generator=generator).to(**like)
+        with torch.no_grad(), current(probe.weight.device):
+            logits, gates, index = probe(x)
+        if index.dtype != torch.int64 or not index.shape == gates.shape == (len(x), probe.top_k):
+            raise ValueError(f"{type(module).__name__} does not choose {probe.top_k} experts")
+        return _Trial(probe, x, logits, gates, index)
 
     def agrees(self, router: _Router) -> bool:
         """Whether the launch makes the same of one token, of a few and of many."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from moepack.runtime.kernels.attend_triton import attend, takes
 from moepack.runtime.kernels.current import current
@@ -23,56 +22,45 @@ from moepack.runtime.kernels.step_triton import rotate
 from moepack.runtime.step.context import PackedCache
 
 from .borrowed import SPECIAL, Attention
-from .gpu_modules import FLOATS, described
-from .linears import FamilyModule, Uncopied, is_observed, learns
+from .gpu_modules import FLOATS
+from .linears import FamilyModule, learns
+from .norms import described
 from .packed import PackedLinear, joined
-from .projections import MAPS, NORMS, serve_projections
+from .projections import MAPS, NORMS, Place, serve_projections
 
 if TYPE_CHECKING:
     from transformers import Cache
 
 
-class GpuPlace(Uncopied):
+class GpuPlace(Place):
     """The arguments of a module's kernel launch."""
 
-    angles = 0  # numbers of a token's rotation with which the module was tried
-    writes_static = True  # the launch writes keys and values of one token into a static cache
+    writes_static = True  # of one token
 
     def __init__(
         self, module: FamilyModule, modules: dict[str, FamilyModule], norms: Any, shared: bool, dtype: torch.dtype
     ) -> None:
         """Move the maps' weights into one matrix, of which their modules keep their rows."""
         maps = [modules[name] for name in MAPS]
-        self.most = sys.maxsize
-        self._modules = modules
+        super().__init__(modules, sys.maxsize, _weight_of(maps[0]).device)
         self._norms = norms
         self._shared = shared
         with torch.no_grad(), torch.inference_mode(False):
             self._map = _joined(maps)
         self.dtype = dtype
-        self.device = _weight_of(maps[0]).device
         self._heads = maps[0].out_features // module.head_dim, maps[1].out_features // module.head_dim
         self._at = {name: _weight_of(m).data_ptr() for name, m in modules.items()}
 
-    def holds(self, module: nn.Module) -> bool:
-        """Whether the module's maps and norms are as they were: the same, at their addresses, frozen, without hooks."""
-        if _has_any_global_hook():
+    def _reads(self, name: str, module: FamilyModule) -> bool:
+        weight = _weight_of(module)
+        if weight is None or weight.data_ptr() != self._at[name] or learns(weight):
             return False
-        for name, of in self._modules.items():
-            m: FamilyModule = module._modules[name]
-            if m is not of or is_observed(m):
-                return False
-            weight = _weight_of(m)
-            if weight is None or weight.data_ptr() != self._at[name] or learns(weight):
-                return False
-            if weight.dtype != self.dtype and not isinstance(m, PackedLinear):
-                return False
-        return True
+        return weight.dtype == self.dtype or isinstance(module, PackedLinear)
 
     def run(
         self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Cache | None, number: int, others: dict[str, object]
     ) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of `x`; these two are all that layer `number` of the cache then holds."""
+        """Project by a product and a launch, which writes keys and values where it can."""
         batch, tokens = x.shape[:2]
         made = self._map(x.view(batch * tokens, -1))
         cos, sin = (t.reshape(batch * tokens, -1) for t in turn)

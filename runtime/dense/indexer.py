@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moepack.runtime.kernels.dense_native import index_scores
 
 from .linears import FEW, FamilyModule, in_place_of
-from .values import Changed, ReadValues
+from .values import Trials
 
 ROTATIONS = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")  # names in a model's own file
 BEYOND = 100  # keys of a trial that are not chosen
@@ -87,26 +87,20 @@ def _chosen(
 
 def serve_indexers(model: nn.Module) -> dict[str, int]:
     """Let the kernel choose keys in indexers of BF16; return the number of each class. The model is on a CPU."""
-    tried: dict[Hashable, bool] = {}
-    values = ReadValues()
-    changed = Changed()
+    trials = Trials[bool]()
     for module in model.modules():
         kind: Any = type(module)
         if not hasattr(module, "index_topk") or "wk" not in module._modules:
             continue
-        key = values.of(module, without="layer_idx")
-        if key not in tried:
-            try:
-                tried[key] = _trial(module, _indexer(kind))
-            except Exception:  # of any kind, from a family's code
-                tried[key] = False
-        if changed.count(kind, tried[key]):
+        agrees = trials.result(module, functools.partial(_trial, module), without="layer_idx")
+        if trials.count(module, bool(agrees)):
             module.__class__ = _indexer(kind)
-    return changed.done()
+    return trials.done()
 
 
-def _trial(module: FamilyModule, kind: Any) -> bool:
-    """Whether an indexer chooses the same keys by the forward of `kind`: for one token and for several, some hidden."""
+def _trial(module: FamilyModule) -> bool:
+    """Whether an indexer chooses the same keys by the kernel: for one token and for several, some hidden."""
+    kind: Any = type(module)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -121,7 +115,7 @@ def _trial(module: FamilyModule, kind: Any) -> bool:
         mask[..., : BEYOND // 4] = False
         args = random(1, tokens, module.wk.in_features), random(1, tokens, module.wq_b.in_features)
         turn = angles.cos().bfloat16(), angles.sin().bfloat16()
-        wanted, got = (of.forward(module, *args, turn, mask, None, cache=beside) for of in (type(module), kind))
+        wanted, got = (of.forward(module, *args, turn, mask, None, cache=beside) for of in (kind, _indexer(kind)))
         if got.shape != wanted.shape or got.dtype != wanted.dtype:
             return False
         both = torch.zeros(2, 1, tokens, length).scatter_(-1, torch.stack((wanted, got)).long(), 1.0)

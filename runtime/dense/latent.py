@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_
 from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .packed import PackedLinear
 from .selection import over_seen, sees_few
-from .values import Changed, ReadValues
+from .values import Trials
 
 SCORES = 16 << 20  # numbers of float32 scores at a time
 
@@ -298,27 +298,19 @@ def serve_latents(model: nn.Module) -> dict[str, int]:
 
     The model is on a CPU.
     """
-    tried: dict[Hashable, bool] = {}
-    values = ReadValues()
-    changed = Changed()
+    trials = Trials[bool]()
     for module in model.modules():
         kind: Any = type(module)
         if not hasattr(kind, "expand_kv") or MAP not in module._modules or not attends_by_name(module):
             continue
-        key = values.of(module, without="layer_idx")
-        try:
-            of = LatentMap(module)
-            if key not in tried:
-                tried[key] = _trial(module, of)
-        except Exception:  # of any kind, from a family's code
-            tried[key] = False
-        if changed.count(kind, tried[key]):
-            module._moepack_latent = of  # type: ignore[assignment]
+        agrees = trials.result(module, functools.partial(_trial, module), without="layer_idx")
+        if trials.count(module, bool(agrees)):
+            module._moepack_latent = LatentMap(module)  # type: ignore[assignment]
             module.__class__ = _latent(kind)
-    return changed.done()
+    return trials.done()
 
 
-def _trial(module: FamilyModule, of: LatentMap) -> bool:
+def _trial(module: FamilyModule) -> bool:
     """Whether attention over latents has the results of a module's own expansion, of one token and of more.
 
     The lengths are those of one span of keys and of two (attention.c), with the mask of a padded sequence and without.
@@ -326,6 +318,7 @@ def _trial(module: FamilyModule, of: LatentMap) -> bool:
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    of = LatentMap(module)
     dtype = next(p.dtype for p in module.parameters() if p.dtype.is_floating_point)
     generator = torch.Generator().manual_seed(0)
     probe: Any = SimpleNamespace(is_causal=True, num_key_value_groups=1, training=False)

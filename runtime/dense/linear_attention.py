@@ -10,9 +10,8 @@ single tokens and of a few after it, of one sequence without a mask and of two, 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -30,9 +29,9 @@ from .borrowed import CLOSE
 from .by_row import by_row
 from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .norms import epsilon_of
-from .values import Changed, ReadValues
+from .projections import NUMBER, cache_argument
+from .values import Trials
 
-NUMBER = "layer_idx"  # KNOWN names let a module's code use it for nothing but to find its layer of the cache
 TOKENS = (5, 1, 3, 1)  # random tokens of a trial's passes, one after another
 # What the code of all these modules reads, and what some read. A name beyond these may be a step that the kernel lacks.
 ALL = """apply_mask_to_padding_states causal_conv1d_fn causal_conv1d_update conv1d conv_kernel_size get_conv_state
@@ -148,26 +147,26 @@ def _alike(held: Tensor, like: Tensor) -> bool:
 
 def serve_linear_attention(model: nn.Module) -> dict[str, int]:
     """Replace the modules of linear attention that the kernel reproduces; return how many were changed, by class."""
-    config: Any = model.config
-    tried: dict[Hashable, bool | None] = {}  # whether the gate is a sigmoid; None: results differ
-    values = ReadValues()
-    changed = Changed()
+    trials = Trials[bool]()
     for module in model.modules():
         kind: Any = type(module)
-        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        cache = next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), None)
-        if code is None or "forward" in module.__dict__ or cache is None or not NEEDED <= {*code.co_names} <= KNOWN:
+        cache = cache_argument(module, NEEDED, KNOWN)
+        if cache is None:
             continue
-        key = values.of(module, without=NUMBER)
-        if key not in tried:
-            agree = (sigmoid for sigmoid in (False, True) if _agrees(module, _place(module, sigmoid), cache, config))
-            tried[key] = next(agree, None)
-        found = tried[key]
-        place = None if found is None else _place(module, found)
-        if changed.count(kind, place is not None):
+        # KNOWN names let the code use the layer's number for nothing but to find its layer of the cache
+        trial = functools.partial(_trial, module, cache, model.config)
+        sigmoid = trials.result(module, trial, without=NUMBER)
+        place = None if sigmoid is None else _place(module, sigmoid)
+        if trials.count(module, place is not None):
             module._moepack_linear = place  # type: ignore[assignment]
             module.__class__ = _served(kind, cache)
-    return changed.done()
+    return trials.done()
+
+
+def _trial(module: FamilyModule, cache: str, config: Any) -> bool | None:
+    """Return whether a module's gate is a sigmoid; None if its own results differ either way."""
+    agree = (sigmoid for sigmoid in (False, True) if _agrees(module, _place(module, sigmoid), cache, config))
+    return next(agree, None)
 
 
 def _place(module: FamilyModule, sigmoid: bool) -> _Place | None:

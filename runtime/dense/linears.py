@@ -330,31 +330,33 @@ def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
 
 def padding(found: Mapping[str, nn.Linear]) -> int:
     """Return the bytes that BF16 matrices take beyond their own once `serve` has moved them into huge pages."""
-    whole = held = 0
-    for module in found.values():
-        if module.weight.dtype == torch.bfloat16:
-            matrix = Matrix("weight", module.out_features, module.in_features, module.bias is not None)
-            whole += align(Version.of(LOSSLESS).resident_size((matrix,)), SECTION)
-            held += module.weight.nbytes + (0 if module.bias is None else module.bias.nbytes)
-    return align(whole, MEMORY_PAGE) - held
+    shapes = _shapes(found)
+    whole = sum(align(v.resident_size((m,)), SECTION) for m, v in shapes.values())
+    return align(whole, MEMORY_PAGE) - sum(p.nbytes for name in shapes for p in found[name].parameters())
 
 
-def _move(found: Mapping[str, nn.Linear]) -> dict[str, PackedMatrix]:
-    """Move a model's BF16 matrices into huge pages."""
+def _shapes(found: Mapping[str, nn.Linear]) -> dict[str, tuple[Matrix, Version]]:
+    """Return the shapes of BF16 matrices, and the version in which they are kept."""
     version = Version.of(LOSSLESS)
-    shapes = {
+    return {
         n: (Matrix("weight", m.out_features, m.in_features, m.bias is not None), version)
         for n, m in found.items()
         if m.weight.dtype == torch.bfloat16
     }
+
+
+def _move(found: Mapping[str, nn.Linear]) -> dict[str, PackedMatrix]:
+    """Move a model's BF16 matrices into huge pages."""
+    shapes = _shapes(found)
     out = {}
     for name, extent in _room(shapes).items():
         module = found[name]
-        weight, bias = _views(extent, shapes[name][0], version)
+        matrix, version = shapes[name]
+        weight, bias = _views(extent, matrix, version)
         module.weight.data = weight.copy_(module.weight)
         if bias is not None:
             module.bias.data = bias.copy_(module.bias)
-        out[name] = PackedMatrix(shapes[name][0], version, extent)
+        out[name] = PackedMatrix(matrix, version, extent)
     return out
 
 
@@ -372,12 +374,11 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version], direct:
     store = BackingStore(bundle, direct=direct)
     out = {}
     count = loading()
-    sizes = [store.stored(v.name, DENSE, i).size for i, v in enumerate(versions) if v.entropy_coded]
-    host = CpuDevice(max(sizes, default=0), threads=None)
+    coded = [(v.name, DENSE, i) for i, v in enumerate(versions) if v.entropy_coded]
+    host = CpuDevice(max((store.stored(*place).size for place in coded), default=0), threads=None)
     dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.bfloat16
     try:
         count.expect(sum(store.stored(v.name, DENSE, i).size for i, v in enumerate(versions)))
-        coded = [(v.name, DENSE, i) for i, v in enumerate(versions) if v.entropy_coded]
         rooms = _room({n: s for n, s in shapes.items() if s[1].plain})
         rooms |= _room({n: s for n, s in shapes.items() if not s[1].plain})
 

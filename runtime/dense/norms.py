@@ -11,19 +11,18 @@ import ctypes
 import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moepack.runtime.kernels.dense_native import norm
-from moepack.runtime.kernels.token_native import Norm
+from moepack.runtime.kernels.forms import Norm
 
 from .linears import FamilyModule, in_place_of, learns
-from .values import Changed, ReadValues
+from .values import Trials
 
-Form = TypeVar("Form", int, str)
-FORMS = (0, 1, 2)  # small.c
+FORMS = (0, 1, 2)  # of `Norm`
 ROWS = 64  # random rows per kernel trial
 EQUAL = 0.998  # share of the rows' numbers that must have the same bits
 APART = 2  # units in the last place by which others may differ: rounding before the weight makes one, doubled by it
@@ -50,9 +49,7 @@ def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]
             return made
         return norm(x, weight, form, added)
 
-    made = in_place_of(kind, forward)
-    made._moepack_form = form, epsilon  # type: ignore[attr-defined]
-    return made
+    return in_place_of(kind, forward)
 
 
 def described(module: nn.Module) -> Norm | None:
@@ -69,9 +66,9 @@ def serve_norms(model: nn.Module) -> dict[str, int]:
 def replace_norms(
     model: nn.Module,
     dtypes: Collection[torch.dtype],
-    tried: dict[Hashable, Form | None],
-    form_of: Callable[[FamilyModule, float], Form | None],
-    served: Callable[[Any, Form, float], type[nn.Module]],
+    tried: dict[Hashable, int | None],
+    form_of: Callable[[FamilyModule, float], int | None],
+    served: Callable[[Any, int, float], type[nn.Module]],
 ) -> dict[str, int]:
     """Replace the class of normalisation modules whose weights are in `dtypes` by what `served` returns for them.
 
@@ -79,8 +76,7 @@ def replace_norms(
         tried: the form of each kind of module that was tried, by its values; results are added.
         form_of: tries a module; None where no form gives its numbers.
     """
-    values = ReadValues()
-    changed = Changed()
+    trials_of = Trials(tried)
     for module in model.modules():
         weight = getattr(module, "weight", None)
         epsilon = epsilon_of(module)
@@ -92,13 +88,12 @@ def replace_norms(
         parameters = [p.kind for p in inspect.signature(kind.forward).parameters.values()]
         if parameters != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2:
             continue  # with more arguments, it may do more than normalise
-        key = values.of(module)
-        if key not in tried:
-            tried[key] = form_of(module, epsilon)
-        form = tried[key]
-        if changed.count(kind, form is not None):
-            module.__class__ = served(kind, form, epsilon)  # type: ignore[arg-type]
-    return changed.done()
+        form = trials_of.result(module, functools.partial(form_of, module, epsilon))
+        if trials_of.count(module, form is not None):
+            assert form is not None
+            module.__class__ = made = served(kind, form, epsilon)
+            made._moepack_form = form, epsilon  # type: ignore[attr-defined]
+    return trials_of.done()
 
 
 def epsilon_of(module: nn.Module) -> float | None:
@@ -134,10 +129,7 @@ def _form(module: nn.Module, epsilon: float) -> int | None:
     """The kernel's form that agrees with the module on random weights and rows; `None` if no form does."""
     if module.weight.device.type != "cpu":
         return None
-    try:
-        found = list(trials(module, ROWS))
-    except Exception:  # of any kind, from a family's code
-        return None
+    found = list(trials(module, ROWS))
     for form in FORMS:
         if all(_near(norm(x, probe.weight, form, ctypes.c_double(epsilon)), wanted) for probe, x, wanted in found):
             return form

@@ -12,8 +12,7 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +24,10 @@ from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.kernels.token_native import Projection
 
 from .borrowed import CLOSE, REGISTRY, Attention
-from .linears import FEW, FamilyModule, ServedLinear, Uncopied, in_place_of, is_observed, learns
+from .linears import FEW, FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .norms import described
 from .packed import PackedLinear
-from .values import Changed, ReadValues
+from .values import Trials
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -60,42 +59,33 @@ NUMBER = "layer_idx"
 TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
 
-@dataclass(slots=True, eq=False)
-class _Place(Uncopied):
-    """The tensors that a module's projection reads."""
+@dataclass(eq=False)
+class Place(Uncopied):
+    """What a kernel reads of one module's projections, and what it makes of them."""
 
-    projection: Projection
-    modules: dict[str, nn.Module]  # the maps and norms; if one is replaced or hooked, the module's own code runs
-    addresses: dict[str, int]  # of the norms' weights
+    modules: dict[str, FamilyModule]  # the maps and norms; if one is replaced or hooked, the module's own code runs
     most: int  # tokens
     device: torch.device
-    angles: int = 0  # numbers of a token's rotation with which the module was tried
     dtype = torch.bfloat16
-    writes_static = False  # a static cache's own code writes it
+    angles = 0  # numbers of a token's rotation with which the module was tried
+    writes_static = False  # whether a launch, not a static cache's own code, writes keys and values into it
 
     def holds(self, module: nn.Module) -> bool:
         """Whether the module's maps and norms are as they were: the same, at their addresses, frozen, without hooks."""
-        if _has_any_global_hook():
-            return False
-        for name, m in self.modules.items():
-            if module._modules[name] is not m or is_observed(m):
-                return False
-            if type(m) is ServedLinear and not m._moepack_place.holds(m):  # type: ignore[operator, union-attr]
-                return False
-            if (at := self.addresses.get(name)) is not None:
-                weight = m._parameters.get("weight")
-                if weight is None or weight.data_ptr() != at or weight.dtype != self.dtype:
-                    return False
-        return not torch.is_grad_enabled() or not learns(
-            *(p for m in self.modules.values() for p in m.parameters(False))
+        return not _has_any_global_hook() and all(
+            not is_observed(m) and module._modules[name] is m and self._reads(name, m)
+            for name, m in self.modules.items()
         )
+
+    def _reads(self, name: str, module: FamilyModule) -> bool:
+        """Whether the weights of a map or norm are those that the kernel reads."""
+        raise NotImplementedError
 
     def run(
         self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Cache | None, number: int, others: dict[str, object]
     ) -> tuple[Tensor, ...]:
         """Return queries, keys and values of `x`; these two are all that layer `number` of the cache then holds."""
-        query, key, value = self.projection.run(x, *turn)
-        return query, *((key, value) if cache is None else cache.update(key, value, number, kwargs=others))
+        raise NotImplementedError
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
         """Return a mask of attention as it is to be given on."""
@@ -106,7 +96,29 @@ class _Place(Uncopied):
         return plain
 
 
-Places = Callable[[FamilyModule, bool], Any]  # from a module, and whether angles are shared, to its `_Place`, or None
+@dataclass(eq=False)
+class _CpuPlace(Place):
+    projection: Projection
+    addresses: dict[str, int]  # of the norms' weights
+
+    def _reads(self, name: str, module: FamilyModule) -> bool:
+        place = getattr(module, "_moepack_place", None)
+        if place is not None and not place.holds(module):
+            return False
+        at = self.addresses.get(name)
+        weight = module._parameters.get("weight")
+        if at is not None and (weight is None or weight.data_ptr() != at or weight.dtype != self.dtype):
+            return False
+        return not torch.is_grad_enabled() or not learns(*module.parameters(False))
+
+    def run(
+        self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Cache | None, number: int, others: dict[str, object]
+    ) -> tuple[Tensor, ...]:
+        query, key, value = self.projection.run(x, *turn)
+        return query, *((key, value) if cache is None else cache.update(key, value, number, kwargs=others))
+
+
+Places = Callable[[FamilyModule, bool], Place | None]  # from a module, and whether angles are shared
 
 
 def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, int]:
@@ -115,38 +127,40 @@ def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, i
     The model's linear maps, norms and attention are served already. `of` makes the places of another device's kernel.
     """
     place_of = of or _place
-    tried: dict[Hashable, tuple[bool, int] | None] = {}  # whether angles are shared, and how many; None: it differs
-    values = ReadValues()
-    changed = Changed()
+    trials = Trials[tuple[bool, int]]()
     rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
     for module in model.modules():
         kind: Any = type(module)
-        code = getattr(inspect.unwrap(kind.forward), "__code__", None)
-        cache = next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), None)
-        if code is None or "forward" in module.__dict__ or cache is None or rotary is None:
+        cache = cache_argument(module, NEEDED, KNOWN)
+        if cache is None or rotary is None:
             continue
-        if not NEEDED <= set(code.co_names) <= KNOWN:
-            continue
-        key = values.of(module, without=NUMBER if _only_for_the_cache(code) else "")
-        if key not in tried:
-            agree = (_trial(module, place_of(module, shared), shared, cache, rotary) for shared in (False, True))
-            tried[key] = next(filter(None, agree), None)
-        found = tried[key]
+        trial = functools.partial(_trial, module, place_of, cache, rotary)
+        found = trials.result(module, trial, without=NUMBER if _only_for_the_cache(module) else "")
         place = None if found is None else place_of(module, found[0])
-        if changed.count(kind, place is not None):
+        if trials.count(module, place is not None):
             assert place is not None and found is not None
             place.angles = found[1]
             module._moepack_projection = place  # type: ignore[assignment]
             module.__class__ = _served(kind, cache)
-    return changed.done()
+    return trials.done()
 
 
-def _only_for_the_cache(code: types.CodeType) -> bool:
-    """Whether code that calls a cache reads the layer's number only once: to give it to the cache."""
+def cache_argument(module: nn.Module, needed: Collection[str], known: Collection[str]) -> str | None:
+    """Return by which name a module's own code is given a cache; None for code that reads other names than these."""
+    kind: Any = type(module)
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    if code is None or "forward" in module.__dict__ or not set(needed) <= {*code.co_names} <= set(known):
+        return None
+    return next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), None)
+
+
+def _only_for_the_cache(module: nn.Module) -> bool:
+    """Whether a module's code reads the layer's number only once: to give it to the cache that it calls."""
+    code = inspect.unwrap(type(module).forward)
     return [step.argval for step in dis.get_instructions(code)].count(NUMBER) == 1
 
 
-def _place(module: FamilyModule, shared: bool) -> _Place | None:
+def _place(module: FamilyModule, shared: bool) -> _CpuPlace | None:
     """Return what a projection reads, with `shared` angles or not; `None` for a module that the kernel does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
@@ -166,7 +180,7 @@ def _place(module: FamilyModule, shared: bool) -> _Place | None:
         return None
     read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
     at = {name: norm.weight.data_ptr() for name, norm in zip(NORMS, found, strict=True) if norm is not None}
-    return _Place(projection, read, at, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device)
+    return _CpuPlace(read, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device, projection, at)
 
 
 @functools.cache
@@ -183,7 +197,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     def forward(self: FamilyModule, *args: object, **kwargs: Any) -> object:
         x = kwargs.get("hidden_states")
         turn = kwargs.get("position_embeddings")
-        place: _Place | None = self._moepack_projection
+        place: Place | None = self._moepack_projection
         if args or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
             return plain(self, *args, **kwargs)
         cache = kwargs.get(cache_name)
@@ -217,7 +231,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     return in_place_of(kind, forward)
 
 
-def _fits(x: object, turn: object, place: _Place) -> bool:
+def _fits(x: object, turn: object, place: Place) -> bool:
     """Whether the kernel takes a pass's input and rotation."""
     if not isinstance(x, Tensor) or not isinstance(turn, tuple) or len(turn) != 2 or x.device != place.device:
         return False
@@ -233,14 +247,19 @@ def _fits(x: object, turn: object, place: _Place) -> bool:
     )
 
 
-def _trial(
-    module: FamilyModule, place: Any, shared: bool, cache_name: str, rotary: nn.Module
-) -> tuple[bool, int] | None:
-    """Return whether angles are shared, and how many a token has; None if a module's own results differ by `place`."""
+def _trial(module: FamilyModule, place_of: Places, cache_name: str, rotary: nn.Module) -> tuple[bool, int] | None:
+    """Return whether angles are shared, and how many a token has; None if a module's own results differ either way."""
+    for shared in (False, True):
+        place = place_of(module, shared)
+        if place is not None and _agrees(module, place, cache_name, rotary):
+            return shared, place.angles
+    return None
+
+
+def _agrees(module: FamilyModule, place: Place, cache_name: str, rotary: nn.Module) -> bool:
+    """Whether a module's own results, and what it leaves in a cache, are those of `place`; its `angles` are set."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
-    if place is None:
-        return None
     kind: Any = type(module)
     module._moepack_projection = place
     total = sum(TOKENS)
@@ -260,12 +279,12 @@ def _trial(
                 for run in (kind.forward, _served(kind, cache_name).forward)
             )
             if not all(map(_near, wanted, got)):
-                return None
+                return False
     except Exception:  # of any kind, from a family's code
-        return None
+        return False
     finally:
         del module._moepack_projection
-    return shared, place.angles
+    return True
 
 
 def _passes(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from .packed import PackedLinear
 
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # hooks, parameters, buffers and modules
 _OURS = "_moepack"
+Result = TypeVar("Result")
 log = logging.getLogger("moepack.runtime")
 
 
@@ -74,20 +76,36 @@ def _described(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
-class Changed:
-    """Counts the modules that kernels replace, and logs how many of a class keep their own code after a trial."""
+class Trials(Generic[Result]):
+    """Trials of a model's modules, one for all that differ in weights alone; and a count of those that kernels replace.
 
-    def __init__(self) -> None:
+    A trial returns how the kernel computes what the module does; None if it does not, and the module's own code stays.
+    """
+
+    def __init__(self, found: dict[Hashable, Result | None] | None = None) -> None:
+        """Begin with the results `found` of earlier trials, to which new ones are added."""
+        self._found = {} if found is None else found
+        self._values = ReadValues()
         self._agree: Counter[str] = Counter()
         self._differ: Counter[str] = Counter()
 
-    def count(self, kind: type[nn.Module], agrees: bool) -> bool:
-        """Count a module of a class that was tried; return `agrees`."""
-        (self._agree if agrees else self._differ)[kind.__name__] += 1
+    def result(self, module: nn.Module, run: Callable[[], Result | None], without: str = "") -> Result | None:
+        """Return what `run`, the trial of a module, returns; None if it raises. `without` is as of `ReadValues.of`."""
+        key = self._values.of(module, without)
+        if key not in self._found:
+            try:
+                self._found[key] = run()
+            except Exception:  # of any kind, from a family's code
+                self._found[key] = None
+        return self._found[key]
+
+    def count(self, module: nn.Module, agrees: bool) -> bool:
+        """Count a module that was tried; return `agrees`."""
+        (self._agree if agrees else self._differ)[type(module).__name__] += 1
         return agrees
 
     def done(self) -> dict[str, int]:
-        """Return the number of modules replaced, by class."""
+        """Return the number of modules replaced, by class; log how many of a class keep their own code."""
         for name, count in self._differ.items():
             log.info("%d %s: the model's own code runs, because the kernel's results differ", count, name)
         return dict(self._agree)

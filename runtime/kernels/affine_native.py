@@ -22,7 +22,7 @@ from moepack.pack.codec.rotation import signs
 from moepack.pack.spec import Matrix, Version
 from moepack.pack.trials import open_library
 
-from .forms import make_forms
+from .forms import Form, make_forms
 
 # Installing builds it where there is a compiler (setup.py); OSError if the file is missing.
 PATH = Path(__file__).with_name("_affine.so")
@@ -119,9 +119,9 @@ class LayerForms:
     def __init__(self, matrices: Sequence[Matrix], versions: Sequence[Version]) -> None:
         self.matrices = tuple(matrices)
         self.numbers = {v.name: i for i, v in enumerate(versions)}  # a version's number in a handle
-        forms = [make_forms(self.matrices, v) for v in versions]
+        self._forms = [make_forms(self.matrices, v) for v in versions]
         self.unlimited = np.full(len(versions), 1 << 62, np.int64)  # `limits` so high that they include every expert
-        self._rows = [np.array([f[i].row() for f in forms], np.int64) for i in range(len(self.matrices))]
+        self._rows = [np.array([f[i].row() for f in self._forms], np.int64) for i in range(len(self.matrices))]
         self._at = [(int(rows.ctypes.data), rows.strides[0]) for rows in self._rows]
         self.rotates = any(v.rotation for v in versions)
         cols = self.matrices[-1].cols
@@ -138,15 +138,15 @@ class LayerForms:
 
     def unknown(self, matrix: int, version: int) -> ValueError:
         """Return the error for a version whose form of this matrix the library does not know."""
-        names = list(self.numbers)
-        if version >= len(names):
-            return ValueError(f"a handle has version number {version}: this layer has {', '.join(names)}")
-        return unknown_form(names[version], *self._rows[matrix][version, :2].tolist())
+        if version >= len(self._forms):
+            return ValueError(f"a handle has version number {version}: this layer has {', '.join(self.numbers)}")
+        return unknown_form(self._forms[version][matrix])
 
 
-def unknown_form(name: str, bits: int, group: int) -> ValueError:
+def unknown_form(of: Form) -> ValueError:
     """Return the error for an encoding that the library does not know."""
-    return ValueError(f"{name}: the compiled kernels do not know its encoding (number {bits}, groups of {group})")
+    encoding = f"number {of.bits}, groups of {of.group}"
+    return ValueError(f"{of.name}: the compiled kernels do not know its encoding ({encoding})")
 
 
 def product(

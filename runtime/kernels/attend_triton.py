@@ -8,6 +8,8 @@ A cache is one tensor for all sequences (`attend`), or has memory of its own for
 that lies, and how much of it is filled, then stands in a table on the device: so a CUDA graph may hold the launches.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# Triton's functions have no types.
 from __future__ import annotations
 
 import torch
@@ -30,14 +32,14 @@ FIELDS = 4
 SIZES = (32, 64, 128, 256)  # of heads
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _row(field, sequence, OF: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _row(field, sequence, OF: tl.constexpr):
     """Return a pointer to what a field of a table says of a sequence."""
     return tl.multiple_of(tl.load(field + sequence).to(tl.pointer_type(OF)), 16)
 
 
-@triton.jit(do_not_specialize=["room", "stride", "window"])  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["room", "stride", "window"])
+def _attend(
     query,
     keys,
     values,
@@ -111,8 +113,8 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(sums + at, total, mask=row < OF)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join(  # type: ignore[no-untyped-def]
+@triton.jit
+def _join(
     part, most, sums, sinks, out, OF: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, SINKS: tl.constexpr
 ):
     head = tl.program_id(0).to(tl.int64)  # of queries
@@ -132,8 +134,8 @@ def _join(  # type: ignore[no-untyped-def]
     tl.store(out + head * SIZE + d, (value / total).to(out.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["key_head", "key_token", "value_head", "value_token"])  # type: ignore[untyped-decorator]
-def _append(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["key_head", "key_token", "value_head", "value_token"])
+def _append(
     key,
     value,
     rows,

@@ -118,18 +118,16 @@ class MatrixGroup:
         self._rows = [m.rows for m in matrices]
         self._all = sum(self._rows)
         self._parts = [(r, sum(self._rows[:i])) for i, r in enumerate(self._rows)]
-        # `address`: of the C array
-        self.address = ctypes.addressof(self._call)
-        self._count = len(matrices)
+        self.address = ctypes.addressof(self._call)  # of the C array
 
     def unpack(self, number: int, out: Tensor, first: int, threads: int) -> None:
         """Unpack weights of matrix `number` as `affine_native.unpack` does."""
         m = self.matrices[number]
         if out.dtype not in DTYPES:
             raise ValueError(f"weights are unpacked to float32 or bfloat16, not {out.dtype}")
-        form = self._forms.ctypes.data + number * self._forms.strides[0]
+        form: int = self._call[number].form
         if unpack_at(m.cols, m.data, form, out, first, threads):
-            raise unknown_form(m.form.name, m.form.bits, m.form.group)
+            raise unknown_form(m.form)
 
 
 def _bias_address(m: KernelMatrix) -> int | None:
@@ -168,13 +166,12 @@ def dense(of: MatrixGroup, x: Tensor, threads: int | None = None) -> tuple[Tenso
     tiles = has_tiles(x.dtype)
     if tokens:
         failed = library.moepack_affine_dense(
-            of.address, of._count, cols, x.data_ptr(), made.data_ptr(), tokens, bf16, tiles, threads
+            of.address, len(of.matrices), cols, x.data_ptr(), made.data_ptr(), tokens, bf16, tiles, threads
         )
         if failed == 1:
             raise MemoryError(f"no memory for {tokens} activations")
         if failed:
-            form = of.matrices[failed - 2].form
-            raise unknown_form(form.name, form.bits, form.group)
+            raise unknown_form(of.matrices[failed - 2].form)
     if not tiles and tokens > 1:
         for i, (out, most) in enumerate(zip(outs, of.limits[x.dtype], strict=True)):
             if tokens > most:
@@ -394,5 +391,5 @@ class HeadMatrices:
         if failed == 1:
             raise MemoryError(f"no memory for the matrices of {heads} heads")
         if failed:
-            raise unknown_form(self.of.form.name, self.of.form.bits, self.of.form.group)
+            raise unknown_form(self.of.form)
         return out

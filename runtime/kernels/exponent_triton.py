@@ -6,6 +6,8 @@ have passed their digest; still every index is bounded, writes stay inside `out`
 reported. A weight costs its coded bits read and 2 bytes written: 10.7 / 8 + 2 = 3.3 bytes, a lower bound of the time.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# Triton's functions have no types.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -37,7 +39,7 @@ _PLACES: tl.constexpr = tl.constexpr(PLACES)
 
 
 @triton.jit
-def _four(p, exponents):  # type: ignore[no-untyped-def]
+def _four(p, exponents):
     """Return four BF16 numbers as int64, made of four bytes of signs and mantissas (`p`) and four of exponents."""
     low = (p & 0x7F7F7F7F) | ((exponents << 7) & 0x80808080)
     high = (p & 0x80808080) | ((exponents >> 1) & 0x7F7F7F7F)
@@ -47,7 +49,7 @@ def _four(p, exponents):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane):  # type: ignore[no-untyped-def]
+def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane):
     """Write the weights whose exponents have no code word: they are stored apart, as patches."""
     begin = tl.load(patch_starts + tile, mask=live, other=0).to(tl.int64)
     count = tl.load(patch_starts + tile + 1, mask=live, other=0).to(tl.int64) - begin
@@ -64,10 +66,8 @@ def _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane)
         tl.store(out + index, value.to(tl.uint16), mask=given)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _tiles(  # type: ignore[no-untyped-def]
-    words, out, n, stream_words, n_patches, table, status, flag, AXIS: tl.constexpr, K: tl.constexpr
-):
+@triton.jit
+def _tiles(words, out, n, stream_words, n_patches, table, status, flag, AXIS: tl.constexpr, K: tl.constexpr):
     """Decode K tiles of one matrix, those of this program in AXIS: `words` are its coded bytes, `out` its BF16 numbers.
 
     `flag` is stored at `status` if a lane does not end where it should.
@@ -135,8 +135,8 @@ def _tiles(  # type: ignore[no-untyped-def]
         _patch(patch_starts, patches, n_patches, plane, out, tile, live, size, lane)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _decode(descriptors, tables, status, K: tl.constexpr):
     matrix = tl.program_id(1)
     at = descriptors + matrix * _FIELDS
     words = tl.load(at).to(tl.pointer_type(tl.uint32))
@@ -147,8 +147,8 @@ def _decode(descriptors, tables, status, K: tl.constexpr):  # type: ignore[no-un
     _tiles(words, out, n, stream_words, n_patches, tables + matrix * 256, status + matrix, 1, 0, K)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _first(experts, counts, EARLIER: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _first(experts, counts, EARLIER: tl.constexpr):
     """Return this program's expert, and whether it has slots and is the first so among EARLIER; 0: the n-th is n."""
     at = tl.program_id(0)
     if EARLIER:
@@ -165,10 +165,8 @@ def _first(experts, counts, EARLIER: tl.constexpr):  # type: ignore[no-untyped-d
     return expert.to(tl.int64), wanted
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _bring(  # type: ignore[no-untyped-def]
-    experts, counts, coded, sizes, stage, apart, EARLIER: tl.constexpr, CHUNK: tl.constexpr
-):
+@triton.jit
+def _bring(experts, counts, coded, sizes, stage, apart, EARLIER: tl.constexpr, CHUNK: tl.constexpr):
     expert, wanted = _first(experts, counts, EARLIER)
     source = tl.load(coded + expert)
     if wanted & ((source & 1) != 0):
@@ -179,8 +177,8 @@ def _bring(  # type: ignore[no-untyped-def]
         tl.store(to + at, tl.load(given + at, mask=at < words), mask=at < words)
 
 
-@triton.jit(do_not_specialize=["apart", "stride"])  # type: ignore[untyped-decorator]
-def _decode_chosen(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["apart", "stride"])
+def _decode_chosen(
     experts,
     counts,
     coded,

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix, Version, encoding_of, version_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SLICE = 32 << 20  # bytes of a dense matrix's weights that are made at a time, in BF16, for products of many tokens
 ZEROS = {"midpoint": 0, "stored": 1, "symmetric": 2}  # the zero points of codes, as kernels know them
@@ -128,6 +132,15 @@ def form_at(version: Version, matrix: int, of: Mapping[str, int]) -> Form:
         of.get("bias", -1),
         of.get("outer", -1),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A normalisation of rows by their root mean square."""
+
+    weight: Tensor  # [cols]: of a head, or of all heads at once
+    form: int  # where results are rounded: 0 before the weight, 1 after it; 2 multiplies by 1 + weight in float32
+    epsilon: float
 
 
 def slice_rows(rows: int, cols: int) -> int:

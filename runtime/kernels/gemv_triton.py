@@ -11,6 +11,8 @@ by a power of two, and levels of trellis codes less their mean are BF16 numbers.
 numbers, float32 ones as three, exactly.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# Triton's functions have no types.
 from __future__ import annotations
 
 import triton
@@ -25,27 +27,27 @@ FACTOR: tl.constexpr = tl.constexpr(trellis.FACTOR)
 MIDDLE: tl.constexpr = tl.constexpr(trellis.ZERO + (1 << 23))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def section(base, offset, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def section(base, offset, DTYPE: tl.constexpr):
     """Return a section's address as a pointer, of which a cast would forget that 16 bytes may be loaded at a time."""
     return tl.multiple_of((base + offset).to(tl.pointer_type(DTYPE)), 16)
 
 
 @triton.jit
-def e4m3(codes):  # type: ignore[no-untyped-def]
+def e4m3(codes):
     """Return the values of E4M3 codes in int32, float32, exactly: as FP16 numbers that are too small by 2^8."""
     bits = (codes & 0x7F) << 7 | (codes & 0x80) << 8
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 256
 
 
 @triton.jit
-def e8m0(bits):  # type: ignore[no-untyped-def]
+def e8m0(bits):
     """Return 2^(bits - 127) as float32, for E8M0 exponents in int32. Exponent 0 gives 2^-127, a subnormal."""
     return tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def scales_of(base, scale, at, here, other, SCALE: tl.constexpr, POWER: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def scales_of(base, scale, at, here, other, SCALE: tl.constexpr, POWER: tl.constexpr):
     """Load scales of integer codes, float32; those of a byte times 2^POWER, and without their outer one.
 
     Others multiplied here too would take three registers more of a thread in `few`.
@@ -58,10 +60,8 @@ def scales_of(base, scale, at, here, other, SCALE: tl.constexpr, POWER: tl.const
         return tl.load(section(base, scale, of) + at, mask=here, other=other).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def finish(  # type: ignore[no-untyped-def]
-    total, base, scale, outer, bias, row, here, SCALE: tl.constexpr, OUTER: tl.constexpr, BIAS: tl.constexpr
-):
+@triton.jit
+def finish(total, base, scale, outer, bias, row, here, SCALE: tl.constexpr, OUTER: tl.constexpr, BIAS: tl.constexpr):
     """Apply what holds for whole rows to their sums: scales, then biases. `row` and `here` have as many dimensions."""
     if SCALE == "row":
         total *= tl.load(section(base, scale, tl.float32) + row, mask=here, other=0.0)
@@ -72,8 +72,8 @@ def finish(  # type: ignore[no-untyped-def]
     return total
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def window(base, offset, cols, row, blocks, k, P: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def window(base, offset, cols, row, blocks, k, P: tl.constexpr, EVEN: tl.constexpr):
     """Load P bits of each of 15 columns of one plane, from seven before column k on; k is a multiple of 8.
 
     Before the first column all bits are 0.
@@ -95,8 +95,8 @@ def window(base, offset, cols, row, blocks, k, P: tl.constexpr, EVEN: tl.constex
     return (v << (32 - by)) | (before >> by)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def state(low, high, at, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def state(low, high, at, BITS: tl.constexpr):
     """Return the states of column `at` of eight whose windows these are (codec/trellis.py)."""
     if BITS == 3:
         return ((low >> (2 * at)) ^ ((high >> at) & 0xFF)) & 0xFFFF
@@ -105,7 +105,7 @@ def state(low, high, at, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def levels(one, other):  # type: ignore[no-untyped-def]
+def levels(one, other):
     """Return the levels of two states in the halves of a word: four means of bytes are computed at a time."""
     p = one * FACTOR
     q = other * FACTOR
@@ -116,13 +116,13 @@ def levels(one, other):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def centred(level):  # type: ignore[no-untyped-def]
+def centred(level):
     """Return levels less their mean, float32, exactly: they are the last bits of numbers from 2^23 on."""
     return (level | 0x4B000000).to(tl.float32, bitcast=True) - MIDDLE
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _moved(bits, BY: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _moved(bits, BY: tl.constexpr):
     """Shift right by BY, or left if it is negative."""
     if BY >= 0:
         return bits >> BY
@@ -130,8 +130,8 @@ def _moved(bits, BY: tl.constexpr):  # type: ignore[no-untyped-def]
         return bits << -BY
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pair(low, high, ones, AT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PART: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pair(low, high, ones, AT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PART: tl.constexpr):
     """Return two BF16 numbers in one word: the codes at place AT of both halves of the words."""
     if MANTISSA == TRELLIS:
         both = levels(state(low, high, AT, BITS), state(low, high, AT + 4, BITS))
@@ -153,23 +153,23 @@ def _pair(low, high, ones, AT: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.co
         return (_moved(low, BITS * AT - 7 + BITS) & (mask * 0x10001)) | ones
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _two(low, high, ones, AT: tl.constexpr, BY: tl.constexpr, B: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _two(low, high, ones, AT: tl.constexpr, BY: tl.constexpr, B: tl.constexpr, M: tl.constexpr):
     return tl.join(_pair(low, high, ones, AT, B, M, 0), _pair(low, high, ones, AT + BY, B, M, 0))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _four(low, high, ones, AT: tl.constexpr, BY: tl.constexpr, B: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _four(low, high, ones, AT: tl.constexpr, BY: tl.constexpr, B: tl.constexpr, M: tl.constexpr):
     return tl.join(_two(low, high, ones, AT, 2 * BY, B, M), _two(low, high, ones, AT + BY, 2 * BY, B, M))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _eight(low, high, ones, AT: tl.constexpr, BY: tl.constexpr, B: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _eight(low, high, ones, AT: tl.constexpr, BY: tl.constexpr, B: tl.constexpr, M: tl.constexpr):
     return tl.join(_four(low, high, ones, AT, 2 * BY, B, M), _four(low, high, ones, AT + BY, 2 * BY, B, M))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _pairs(low, high, ones, B: tl.constexpr, M: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _pairs(low, high, ones, B: tl.constexpr, M: tl.constexpr, PART: tl.constexpr, COLUMNS: tl.constexpr):
     """Return a thread's COLUMNS codes of each row: words of two, [U, S, Q, T, E, ...], then dimensions of 2."""
     if B == 8:  # four codes of `low`, then of `high`
         even = tl.join(_pair(low, high, ones, 0, B, M, PART), _pair(high, low, ones, 0, B, M, PART))
@@ -184,10 +184,8 @@ def _pairs(low, high, ones, B: tl.constexpr, M: tl.constexpr, PART: tl.constexpr
         return tl.join(_eight(low, high, ones, 0, 2, B, M), _eight(low, high, ones, 1, 2, B, M))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _plane(  # type: ignore[no-untyped-def]
-    base, offset, cols, row, blocks, k, t, P: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr
-):
+@triton.jit
+def _plane(base, offset, cols, row, blocks, k, t, P: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
     """Load one plane's words of COLUMNS columns from column k on, the first half of the codes in the low 16 bits."""
     plane = section(base, offset, tl.uint32)
     words = (cols * P + 31) // 32
@@ -204,8 +202,8 @@ def _plane(  # type: ignore[no-untyped-def]
     return v
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def words(  # type: ignore[no-untyped-def]
+@triton.jit
+def words(
     base,
     low,
     high,
@@ -238,8 +236,8 @@ def words(  # type: ignore[no-untyped-def]
         return left, left
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def numbers(  # type: ignore[no-untyped-def]
+@triton.jit
+def numbers(
     low,
     high,
     ones,
@@ -260,8 +258,8 @@ def numbers(  # type: ignore[no-untyped-def]
     return tl.join(left, right)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _plain(  # type: ignore[no-untyped-def]
+@triton.jit
+def _plain(
     base, offset, cols, first, rows, begin, U: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr
 ):
     """Load BF16 weights, which lie row by row: [U, E, S, Q, T, 8 columns]."""
@@ -278,8 +276,8 @@ def _plain(  # type: ignore[no-untyped-def]
         return tl.load(weights + at, mask=(row < rows) & (k < cols), other=0.0)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _load(  # type: ignore[no-untyped-def]
+@triton.jit
+def _load(
     base,
     low,
     high,
@@ -311,8 +309,8 @@ def _load(  # type: ignore[no-untyped-def]
         return words(base, low, high, cols, row, blocks, k, t, BITS, MANTISSA, COLUMNS, EVEN, 16)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weights(  # type: ignore[no-untyped-def]
+@triton.jit
+def _weights(
     low,
     high,
     ones,
@@ -341,8 +339,8 @@ def _weights(  # type: ignore[no-untyped-def]
     return tl.reshape(w, [S, 32, U * 4 * COLUMNS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _activations(  # type: ignore[no-untyped-def]
+@triton.jit
+def _activations(
     xs,
     cols,
     begin,
@@ -370,8 +368,8 @@ def _activations(  # type: ignore[no-untyped-def]
     return tl.reshape(tl.permute(x, [1, 2, 3, 4, 0, 5]), [U, S, 8, 4, COLUMNS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _second(x, BITS: tl.constexpr, COLUMNS: tl.constexpr, U: tl.constexpr, S: tl.constexpr, ALONE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _second(x, BITS: tl.constexpr, COLUMNS: tl.constexpr, U: tl.constexpr, S: tl.constexpr, ALONE: tl.constexpr):
     """Return the second factor [S, U * 4 * COLUMNS, slots], columns in the order of `_weights`.
 
     If ALONE, in that of tensor cores whose first factor is a constant, which Triton takes two columns at a time.
@@ -388,8 +386,8 @@ def _second(x, BITS: tl.constexpr, COLUMNS: tl.constexpr, U: tl.constexpr, S: tl
     return tl.reshape(y, [S, U * 4 * COLUMNS, 8])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scaled(  # type: ignore[no-untyped-def]
+@triton.jit
+def _scaled(
     part,
     sums,
     base,
@@ -449,8 +447,8 @@ def _scaled(  # type: ignore[no-untyped-def]
             return part * (s if SCALE == "e3m5" else s * (1 << BITS))[:, :, :, :, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _sums(  # type: ignore[no-untyped-def]
+@triton.jit
+def _sums(
     base,
     xs,
     rows,
@@ -518,8 +516,8 @@ def _sums(  # type: ignore[no-untyped-def]
     return total, total_up
 
 
-@triton.jit(do_not_specialize=["slots", "share", "version", "ones"])  # type: ignore[untyped-decorator]
-def few(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slots", "share", "version", "ones"])
+def few(
     handles,
     order,
     block_expert,

@@ -7,6 +7,8 @@ over groups, too, for zero points. FP16 activations are taken as two BF16 number
 `unpack` makes BF16 weights of a dense matrix: torch's (reference.py), bit for bit, from float32 and rounded once.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# Triton's functions have no types.
 from __future__ import annotations
 
 import triton
@@ -30,8 +32,8 @@ from .gemv_triton import (
 STEP: tl.constexpr = tl.constexpr(64)  # the most columns that are multiplied at a time
 
 
-@triton.jit(do_not_specialize=["apart"])  # type: ignore[untyped-decorator]
-def arrange(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["apart"])
+def arrange(
     x,
     out,
     sums,
@@ -80,8 +82,8 @@ def arrange(  # type: ignore[no-untyped-def]
         tl.store(out + term * apart + token * width + first + p, y, mask=first + p < width)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _words(  # type: ignore[no-untyped-def]
+@triton.jit
+def _words(
     base,
     low,
     high,
@@ -117,8 +119,8 @@ def _words(  # type: ignore[no-untyped-def]
         return words(base, low, high, cols, of, blocks, k, t, BITS, MANTISSA, COLUMNS, EVEN, 4)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _first(  # type: ignore[no-untyped-def]
+@triton.jit
+def _first(
     low,
     high,
     scales,
@@ -154,8 +156,8 @@ def _first(  # type: ignore[no-untyped-def]
         return tl.reshape(w, [W * 8 * E, U * 4 * COLUMNS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scales(  # type: ignore[no-untyped-def]
+@triton.jit
+def _scales(
     base, scale, cols, row, rows, g, SCALE: tl.constexpr, GROUP: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr
 ):
     """Load scales of one byte, of U groups from the g-th on: float32 [U, W, Q, T, E], exact in BF16."""
@@ -174,15 +176,15 @@ def _scales(  # type: ignore[no-untyped-def]
         return e8m0(bits)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _turned(part, W: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _turned(part, W: tl.constexpr, E: tl.constexpr, TOKENS: tl.constexpr):
     """Return sums in the order of rows: [W, Q, T, E, TOKENS / 8, 2], slots in the dimensions T and the last two."""
     part = tl.reshape(part, [E // 2, W, 2, 8, TOKENS // 8, 4, 2])
     return tl.reshape(tl.permute(part, [1, 3, 5, 0, 2, 4, 6]), [W, 8, 4, E, TOKENS // 8, 2])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scaled(  # type: ignore[no-untyped-def]
+@triton.jit
+def _scaled(
     part,
     total,
     of_x,
@@ -224,8 +226,8 @@ def _scaled(  # type: ignore[no-untyped-def]
         return total + part * s[:, :, :, :, None, None]
 
 
-@triton.jit(do_not_specialize=["slots", "share", "version", "ones", "apart"])  # type: ignore[untyped-decorator]
-def many(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slots", "share", "version", "ones", "apart"])
+def many(
     handles,
     order,
     block_expert,
@@ -390,8 +392,8 @@ BLOCK_ROWS: tl.constexpr = tl.constexpr(16)  # of a program of `unpack`: rows st
 BLOCK_COLUMNS: tl.constexpr = tl.constexpr(128)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _codes(base, offset, cols, block, at, P: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _codes(base, offset, cols, block, at, P: tl.constexpr):
     """Read the P-bit codes of one plane: int32 [BLOCK_COLUMNS, BLOCK_ROWS], as words of rows lie side by side."""
     count = (cols * P + 31) // 32
     w = at * P // 32 + tl.arange(0, BLOCK_COLUMNS * P // 32)
@@ -403,8 +405,8 @@ def _codes(base, offset, cols, block, at, P: tl.constexpr):  # type: ignore[no-u
     return tl.reshape(codes.to(tl.int32), [BLOCK_COLUMNS, BLOCK_ROWS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _levels(base, low, high, cols, block, at, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _levels(base, low, high, cols, block, at, BITS: tl.constexpr):
     """Return the levels of trellis codes, uint32 [BLOCK_COLUMNS, BLOCK_ROWS]."""
     k = (at + tl.arange(0, BLOCK_COLUMNS // 8) * 8)[:, None]
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[None, :]
@@ -414,8 +416,8 @@ def _levels(base, low, high, cols, block, at, BITS: tl.constexpr):  # type: igno
     return tl.reshape(levels(states, states) & 0xFFFF, [BLOCK_COLUMNS, BLOCK_ROWS])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scale(base, scale, cols, block, k, SCALE: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _scale(base, scale, cols, block, k, SCALE: tl.constexpr, GROUP: tl.constexpr):
     """Return the scales of weights, float32 [BLOCK_COLUMNS, BLOCK_ROWS], and where their groups' zero points lie."""
     lane = tl.arange(0, BLOCK_ROWS)[None, :]
     at = block * ((cols + GROUP - 1) // GROUP) + k[:, None] // GROUP
@@ -434,8 +436,8 @@ def _scale(base, scale, cols, block, k, SCALE: tl.constexpr, GROUP: tl.constexpr
     return s, to, here
 
 
-@triton.jit(do_not_specialize=["first", "count"])  # type: ignore[untyped-decorator]
-def unpack(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["first", "count"])
+def unpack(
     base,
     out,
     cols,

@@ -9,6 +9,8 @@ add to its counter, which may differ from run to run. No result depends on it: a
 other slots of its block.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# Triton's functions have no types.
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -64,8 +66,8 @@ class Tally:
     mask: Tensor | None = None  # int64 [tokens], 0 for padding, which is not counted
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _key(value, number, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _key(value, number, MOST: tl.constexpr):
     """Return int64 numbers in the order of float32 values, NaN the greatest; of equal values, lower numbers first."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)  # -0 is 0
     bits = tl.where(value != value, 0x7FFFFFFF, bits)
@@ -73,8 +75,8 @@ def _key(value, number, MOST: tl.constexpr):  # type: ignore[no-untyped-def]
     return (bits.to(tl.int64) << 16) | (MOST - 1 - number).to(tl.int64)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _in_groups(  # type: ignore[no-untyped-def]
+@triton.jit
+def _in_groups(
     choice,
     lane,
     GROUPS: tl.constexpr,
@@ -105,8 +107,8 @@ def _in_groups(  # type: ignore[no-untyped-def]
     return inside
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _choose(  # type: ignore[no-untyped-def]
+@triton.jit
+def _choose(
     logits,
     bias,
     tokens,
@@ -164,8 +166,8 @@ def _choose(  # type: ignore[no-untyped-def]
     return index, gates * SCALE
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _count(  # type: ignore[no-untyped-def]
+@triton.jit
+def _count(
     index,
     gates,
     valid,
@@ -206,8 +208,8 @@ def _count(  # type: ignore[no-untyped-def]
     return number, before, first, counted, weighed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _one(  # type: ignore[no-untyped-def]
+@triton.jit
+def _one(
     logits,
     bias,
     index_to,
@@ -250,8 +252,8 @@ def _one(  # type: ignore[no-untyped-def]
     tl.store(gates_to + at, gates.to(gates_to.dtype.element_ty), mask=column < TOP_K)
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
-def _routing(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["tokens"])
+def _routing(
     logits,
     bias,
     chosen,
@@ -455,8 +457,8 @@ def route(
 _NOWHERE = Tally(None)  # type: ignore[arg-type]
 
 
-@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
-def _rank(index, table, counts, live, rank, slots, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slots"])
+def _rank(index, table, counts, live, rank, slots, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
     slot = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     real = slot < slots
     expert = tl.load(index + slot, mask=real, other=-1)
@@ -466,8 +468,8 @@ def _rank(index, table, counts, live, rank, slots, EXPERTS: tl.constexpr, CHUNK:
     tl.store(rank + slot, tl.atomic_add(counts + expert, 1, mask=here), mask=here)
 
 
-@triton.jit(do_not_specialize=["slots"])  # type: ignore[untyped-decorator]
-def _place(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slots"])
+def _place(
     index,
     counts,
     live,

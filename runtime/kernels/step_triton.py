@@ -4,9 +4,9 @@ Each is one launch that waits for nothing, with what changes from step to step (
 device. Numbers are rounded where torch's own operations round them.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# Triton's functions have no types.
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -14,13 +14,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .attend_triton import SEQUENCES, _row
+from .forms import Norm
 from .routing_triton import power
 
-FORMS = ("rounded", "wide", "added")  # times the weight after rounding; in float32; in float32, the weight plus one
+FORMS = ("rounded", "wide", "added")  # the kernels' names for a `Norm`'s form
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _rounded(value, OF: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _rounded(value, OF: tl.constexpr):
     """Return float32 numbers rounded to a dtype. BF16 by its bits, because Triton's interpreter would cut them."""
     if OF == tl.bfloat16:  # noqa: SIM300
         bits = value.to(tl.uint32, bitcast=True)
@@ -29,8 +30,8 @@ def _rounded(value, OF: tl.constexpr):  # type: ignore[no-untyped-def]
     return value.to(OF).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _weighed(value, weight, FORM: tl.constexpr, OF: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _weighed(value, weight, FORM: tl.constexpr, OF: tl.constexpr):
     """Return normalised numbers times their weights, float32."""
     if FORM == "rounded":
         return _rounded(_rounded(value, OF) * weight, OF)
@@ -39,8 +40,8 @@ def _weighed(value, weight, FORM: tl.constexpr, OF: tl.constexpr):  # type: igno
     return _rounded(value * (weight + 1.0), OF)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _norm(x, weight, out, cols, epsilon, FORM: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _norm(x, weight, out, cols, epsilon, FORM: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     here = column < cols
@@ -51,8 +52,8 @@ def _norm(x, weight, out, cols, epsilon, FORM: tl.constexpr, COLUMNS: tl.constex
     tl.store(out + row * cols + column, value.to(out.dtype.element_ty), mask=here)
 
 
-def norm(x: Tensor, weight: Tensor, form: str, epsilon: float) -> Tensor:
-    """Normalise rows [..., cols] by their root mean square, times `weight` [cols] in one of FORMS, in one launch.
+def norm(x: Tensor, weight: Tensor, form: int, epsilon: float) -> Tensor:
+    """Normalise rows [..., cols] by their root mean square, times `weight` [cols] in a `Norm`'s form, in one launch.
 
     `x` and `weight` are contiguous and of one dtype, which the result has, too.
     """
@@ -60,22 +61,13 @@ def norm(x: Tensor, weight: Tensor, form: str, epsilon: float) -> Tensor:
     cols = x.shape[-1]
     columns = power(cols)
     _norm[(x.numel() // cols,)](
-        x, weight, out, cols, epsilon, FORM=form, COLUMNS=columns, num_warps=min(8, max(1, columns // 512))
+        x, weight, out, cols, epsilon, FORM=FORMS[form], COLUMNS=columns, num_warps=min(8, max(1, columns // 512))
     )
     return out
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """The normalisation of every head of queries, or of keys."""
-
-    weight: Tensor  # [head_dim]
-    form: str
-    epsilon: float
-
-
-@triton.jit(do_not_specialize=["most"])  # type: ignore[untyped-decorator]
-def _rotate(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["most"])
+def _rotate(
     x,
     cos,
     sin,
@@ -158,7 +150,7 @@ def rotate(
     cos: Tensor,
     sin: Tensor,
     heads: tuple[int, int],
-    norms: tuple[HeadNorm | None, HeadNorm | None],
+    norms: tuple[Norm | None, Norm | None],
     shared: bool = False,
     place: tuple[Tensor, Tensor, Tensor] | Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -169,7 +161,7 @@ def rotate(
         cos: [batch, angles], and so `sin`; a head's first numbers turn, as many as there are angles, each of their
             first half with one of the second.
         heads: how many heads queries, and keys and values, have.
-        norms: of queries and of keys.
+        norms: of every head of queries, and of keys.
         shared: whether both of a pair turn by one angle, so that twice as many turn as there are angles.
         place: a static cache's keys and values, [batch, heads, tokens, dim], contiguous, and the token at which to
             write, an integer on the device; one past the cache writes nothing. Or a layer's table of sequences' own
@@ -193,7 +185,7 @@ def rotate(
     else:
         key, value, at = place
     (q, q_form, q_epsilon), (k, k_form, k_epsilon) = (
-        (None, "", 0.0) if n is None else (n.weight, n.form, n.epsilon) for n in norms
+        (None, "", 0.0) if n is None else (n.weight, FORMS[n.form], n.epsilon) for n in norms
     )
     in_rows = isinstance(place, Tensor)
     _rotate[batch, queries + 2 * keys](

@@ -5,6 +5,8 @@ handles name among those that it was made for, so the replay of a CUDA graph fol
 another number of warps, because their groups are of another size, have a launch of their own.
 """
 
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# Triton's functions have no types.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -27,13 +29,13 @@ SCALES = ("bf16", "fp16", "e8m0", "e4m3", "block", "row", "e3m5")
 _CASES = ("BITS", "MANTISSA", "SCALE", "GROUP", "COLUMNS", "ZEROS")
 
 
-@triton.constexpr_function  # type: ignore[untyped-decorator]
+@triton.constexpr_function
 def _scale_of(number: int) -> str:
     return SCALES[number]
 
 
-@triton.jit(do_not_specialize=["slots", "share", "ones", "halves"])  # type: ignore[untyped-decorator]
-def _switch(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["slots", "share", "ones", "halves"])
+def _switch(
     handles,
     order,
     block_expert,
@@ -164,14 +166,14 @@ def switched(
 
 
 @triton.jit
-def _rounded(value, y, gates):  # type: ignore[no-untyped-def]
+def _rounded(value, y, gates):
     if y.dtype.element_ty == gates.dtype.element_ty:
         return value.to(y.dtype.element_ty).to(tl.float32)
     return value
 
 
-@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
-def _sum(y, gates, live, out, rows, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["rows"])
+def _sum(y, gates, live, out, rows, TOP_K: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)

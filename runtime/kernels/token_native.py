@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from .affine_native import POINTER, WORD, Combine, Gemm, LayerForms, Rotate, has_tiles, library, unknown_form
 from .dense_native import MatrixGroup
+from .forms import Norm
 
 
 class _Project(ctypes.Structure):
@@ -35,15 +35,6 @@ class _Experts(ctypes.Structure):
 library.moepack_affine_project.argtypes = library.moepack_affine_experts.argtypes = [POINTER]
 library.moepack_silu_gate.argtypes = [POINTER, POINTER, WORD, WORD]
 library.moepack_silu_gate.restype = None
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """A normalisation of BF16 rows, as `dense_native.norm` computes it."""
-
-    weight: Tensor  # bfloat16 [cols]: of a head, or of all heads at once
-    form: int
-    epsilon: float
 
 
 class Projection:
@@ -113,8 +104,7 @@ class Projection:
         if failed == 1:
             raise MemoryError(f"no memory for {n} activations")
         if failed:
-            form = self._of.matrices[failed - 2].form
-            raise unknown_form(form.name, form.bits, form.group)
+            raise unknown_form(self._of.matrices[failed - 2].form)
         out = []
         at = 0
         for rows in self.rows:

@@ -64,6 +64,17 @@ def dense_kernels(gpu, monkeypatch):
     monkeypatch.setenv(graphs.VARIABLE, "off")
 
 
+@pytest.fixture
+def captured(monkeypatch):
+    """The graphs that are captured, by the stand-in."""
+    made = []
+    monkeypatch.setenv(graphs.VARIABLE, "on")
+    monkeypatch.setattr(
+        graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
+    )
+    return made
+
+
 class Served:
     """A model whose versions change when a test lets them, and a static cache that holds a prompt."""
 
@@ -134,13 +145,8 @@ def test_a_layer_is_few_operations_the_same_at_every_epoch(bundles, gpu, dense, 
 
 
 @pytest.mark.parametrize("policy", [LIVE, PINNED, PAGED, "static:w4"])
-def test_replays_are_the_steps(bundles, gpu, policy, monkeypatch):
+def test_replays_are_the_steps(bundles, captured, policy):
     """The bits of the same pass without a graph, promotions between replays, counts included."""
-    made = []
-    monkeypatch.setenv(graphs.VARIABLE, "on")
-    monkeypatch.setattr(
-        graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
-    )
     served = Served(bundles(2), policy)
     wrapper, other = served.model._moepack_wrapper, served.filled()
     captures, live = wrapper.graphs, policy != "static:w4"
@@ -155,25 +161,21 @@ def test_replays_are_the_steps(bundles, gpu, policy, monkeypatch):
             eager, graph = (step.counters.counts for _, step in list(counts)[-2:])
             assert torch.equal(eager, graph) and eager.sum() == 4, seed
             served.promote()
-    assert len(made) == 1 and made[0].replays == PASSES - decode_graph.WARM
+    assert len(captured) == 1 and captured[0].replays == PASSES - decode_graph.WARM
     for mine, theirs in zip(served.cache.layers, other.layers, strict=True):
         assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
         assert mine.cumulative_length == theirs.cumulative_length == 5 + PASSES
     served.cache.layers[0].keys = served.cache.layers[0].keys.clone()  # as another order of beams does
     assert torch.equal(served.run(tokens, served.cache), served.run(tokens, other)), "a graph of other addresses ran"
-    assert made[0].replays == PASSES - decode_graph.WARM
+    assert captured[0].replays == PASSES - decode_graph.WARM
 
 
-def test_replays_of_the_servers_passes(bundles, gpu, monkeypatch):
+def test_replays_of_the_servers_passes(bundles, captured, monkeypatch):
     """Two sequences of other lengths, one of which gets other memory meanwhile, and one of them alone.
 
     Each step is also run, without graphs, by rows of their own. Bits are the same, promotions between, counts included.
     """
-    made, passes = [], decode_graph.WARM + 2
-    monkeypatch.setattr(
-        graphs, "capture", lambda run, device, beside: made.append(fake_graph.capture(run, device)) or made[-1]
-    )
-    monkeypatch.setenv(graphs.VARIABLE, "on")
+    passes = decode_graph.WARM + 2
     monkeypatch.setattr(attend_triton, "PROGRAMS", 4)  # the interpreter runs one after another
     monkeypatch.setattr(packed_cache, "GRAIN", 8)
     served = Served(bundles(2), tokens=1024)
@@ -199,7 +201,7 @@ def test_replays_of_the_servers_passes(bundles, gpu, monkeypatch):
         assert torch.equal(eager, graph) and eager.sum() == 4 * len(items), step
         served.promote()
     assert rooms[0] == [8, 8] and rooms[-1][1] > 8, "no row was to get other memory"
-    assert [graph.replays for graph in made] == [2, 2]
+    assert [graph.replays for graph in captured] == [2, 2]
     mine, theirs = (slots[1].cache.layers for slots in pairs)
     for a, b in zip(mine, theirs, strict=True):
         assert a.end == b.end == 5 + passes
@@ -226,7 +228,7 @@ def test_replays_of_the_servers_passes(bundles, gpu, monkeypatch):
     slot, wrapper.graphs = engine.add(3), captures
     engine.run([StepInput(slot, prompts[0])])
     (made_by_graph,) = engine.run([StepInput(slot, [5])])
-    assert made[1].replays == 3
+    assert captured[1].replays == 3
     served.model.config._attn_implementation = engine._native
     with torch.no_grad():
         want = served.model(torch.tensor([[*prompts[0], 5]])).logits[0, -1:]

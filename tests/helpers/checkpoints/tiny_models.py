@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -83,6 +84,12 @@ WITH_STATES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Sizes of latent layers with an indexer, in families like DeepSeek-V3.2
+INDEXED = {"index_n_heads": 8, "index_head_dim": 32, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16}
+INDEXED |= {"qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "n_routed_experts": 4}
+INDEXED |= {"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1}
+
+
 def config_of(family: str, extra: dict[str, Any]):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -103,6 +110,14 @@ def random_model(family: str, dtype: torch.dtype, attention: str | None = None, 
             matrices = (Matrix("gate_up", 2 * inner, 64), Matrix("down", 64, inner))
             layers.append(ExpertLayer(len(layers), name, module.num_experts, matrices))
     return model, layers
+
+
+def serve_linears(model):
+    """Let the kernels multiply by a model's dense matrices, as of a bundle that has no versions of them."""
+    from moepack.runtime.dense import linears
+
+    experts = [SimpleNamespace(module=n) for n, _ in model.named_modules() if n.endswith(".experts")]
+    linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)
 
 
 def build_tiny(family: str, folder: Path, recipe: str, demo_model: Path, text: Path, **extra) -> Path:

@@ -165,5 +165,6 @@ def activations(n: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.T
 # Every encoding of a released checkpoint that is read in a way of its own, in every group size
 RELEASED = [Version.of(e.name, size) for e in KNOWN if e.released and e.kernel > 16 for size in e.group_sizes or (0,)]
 SMALL = [Version.of(name, g, scale_bits=8) for name, g in (("w8", 64), ("w4", 64), ("w3", 128), ("w2", 32), ("w1", 64))]
+MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
 TRELLIS = [Version.of(name, 128, scale_bits=bits).at(1) for name in ("t3", "t2d3", "t2") for bits in (16, 8)]
 VERSIONS = [Version.of("bf16"), *(Version.of(f"w{b}", g) for b, g in ((4, 128), (3, 64), (2, 32), (1, 64)))]

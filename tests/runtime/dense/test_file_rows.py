@@ -1,11 +1,13 @@
 """An embedding that stays in its file: the same numbers, less memory, and what a changed file is answered."""
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from support import build_from, for_logits, load_for_logits
-from tiny_models import save_tiny
+from support import for_logits, load_for_logits
+from tiny_models import build_tiny
 from torch import nn
 from transformers import AutoConfig
 
@@ -23,18 +25,17 @@ RECIPE = "versions: [w4]\nquantize: {method: rtn, group_size: 32, loss_tokens: 3
 IDS = torch.tensor([[5, 9, 5, 300, 0, 17]])
 
 
-def table(tmp_path, rows=7, cols=40):
-    """An embedding, and a file that holds it from byte 24 on."""
-    of = nn.Embedding(rows, cols, dtype=torch.bfloat16)
-    file = tmp_path / "rows"
-    file.write_bytes(b"x" * 24 + of.weight.detach().view(torch.uint8).numpy().tobytes() + b"y" * 9)
-    return of, file
+@pytest.fixture
+def bundle(short_model, text, made_once, tmp_path):
+    """A copy of a bundle whose embedding is not lm_head's."""
+
+    def make(folder):
+        build_tiny("qwen3_moe", folder, RECIPE, short_model, text, tie_word_embeddings=False)
+
+    return Path(shutil.copytree(made_once("untied", make) / "bundle", tmp_path / "bundle"))
 
 
-def test_under_a_memory_limit_rows_are_read_from_the_file(short_model, text, tmp_path):
-    save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
-    bundle = tmp_path / "bundle"
-    build_from(RECIPE, tmp_path / "untied", bundle, [text])
+def test_under_a_memory_limit_rows_are_read_from_the_file(bundle):
     with torch.inference_mode():
         plain = load_for_logits(bundle, policy="static:w4", device_memory="1GB")
         wanted, size = plain(IDS).logits, plain.get_input_embeddings().weight.nbytes
@@ -57,9 +58,7 @@ def test_under_a_memory_limit_rows_are_read_from_the_file(short_model, text, tmp
     limited.moepack.close()
 
 
-def test_a_change_while_its_file_is_checked_is_found(short_model, text, tmp_path, monkeypatch):
-    save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
-    build_from(RECIPE, tmp_path / "untied", tmp_path / "bundle", [text])
+def test_a_change_while_its_file_is_checked_is_found(bundle, monkeypatch):
     digest = mapped._digest
 
     def changed(file, *others):
@@ -68,17 +67,15 @@ def test_a_change_while_its_file_is_checked_is_found(short_model, text, tmp_path
         return found
 
     monkeypatch.setattr(mapped, "_digest", changed)
-    model = load_for_logits(tmp_path / "bundle", policy="static:w4", memory="4GB")
+    model = load_for_logits(bundle, policy="static:w4", memory="4GB")
     with torch.inference_mode(), pytest.raises(BundleError, match="has changed since it was loaded"):
         model(IDS)
     model.moepack.close()
 
 
-def test_a_converted_embedding_is_in_memory(short_model, text, tmp_path):
+def test_a_converted_embedding_is_in_memory(bundle):
     """A limit counts it: transformers makes a float32 table of a file in BF16."""
-    save_tiny("qwen3_moe", tmp_path / "untied", short_model, tie_word_embeddings=False)
-    build_from(RECIPE, tmp_path / "untied", tmp_path / "bundle", [text])
-    bundle = open_bundle(tmp_path / "bundle")
+    bundle = open_bundle(bundle)
     config, workload, sizes = AutoConfig.from_pretrained(bundle.path), Workload(), []
     for dtype in (torch.bfloat16, torch.float32):
         needs, _ = measure(bundle, config, dtype, torch.device("cpu"), workload)
@@ -90,7 +87,8 @@ def test_a_converted_embedding_is_in_memory(short_model, text, tmp_path):
 
 
 def test_rows_have_the_files_bits(tmp_path):
-    of, file = table(tmp_path)
+    of, file = nn.Embedding(7, 40, dtype=torch.bfloat16), tmp_path / "rows"
+    file.write_bytes(b"x" * 24 + of.weight.detach().view(torch.uint8).numpy().tobytes() + b"y" * 9)
     rows = FileRows(of, os.open(file, os.O_RDONLY), 24, str(file))
     for ids in (torch.tensor([[6, 0, 3], [3, 3, 6]]), torch.tensor([2]), torch.empty(1, 0, dtype=torch.int64)):
         assert torch.equal(rows(ids), of(ids))

@@ -4,13 +4,10 @@ import copy
 
 import pytest
 import torch
-from tiny_models import random_model
+from tiny_models import INDEXED, random_model
 from transformers import DynamicCache
 
-from moepack.runtime.experts import backends
-
-if backends.backend(torch.device("cpu")) != "native":
-    pytest.skip("no compiled kernels", allow_module_level=True)
+pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 
 from expert_layers import native
 
@@ -19,9 +16,7 @@ from moepack.runtime.dense.indexer import serve_indexers
 from moepack.runtime.kernels.dense_native import index_scores
 
 MOST = 32  # keys that are chosen
-SIZES = {"index_topk": MOST, "index_n_heads": 8, "index_head_dim": 32, "kv_lora_rank": 32, "q_lora_rank": 32}
-SIZES |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4, "n_group": 1}
-SIZES |= {"topk_group": 1, "n_routed_experts": 4, "moe_intermediate_size": 32, "num_hidden_layers": 1}
+SIZES = {**INDEXED, "index_topk": MOST, "num_hidden_layers": 1}
 PARTS = (20, 1, 15, 1, 1, 7, 40, 1, 3)  # tokens of successive passes
 
 

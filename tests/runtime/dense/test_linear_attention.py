@@ -1,20 +1,14 @@
 """Linear attention by the kernel in families' own models: errors of plain BF16, states in transformers' own cache."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from kept_prompts import MOST, STEP, SYSTEM, read
-from tiny_models import random_model
+from tiny_models import random_model, serve_linears
 from torch import nn
 from transformers import DynamicCache
 from transformers.models.qwen3_next import modeling_qwen3_next as code
 
-from moepack.runtime.dense import linears
-from moepack.runtime.experts import backends
-
-if backends.backend(torch.device("cpu")) != "native":
-    pytest.skip("no compiled kernels", allow_module_level=True)
+pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.dense import linear_attention
 from moepack.runtime.dense.linear_attention import serve_linear_attention
 from moepack.runtime.kernels.delta_native import DeltaRule
@@ -49,8 +43,7 @@ def model_of(family, dtype=torch.bfloat16, **extra):
 
 
 def served(model):
-    experts = [SimpleNamespace(module=n) for n, _ in model.named_modules() if n.endswith(".experts")]
-    linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)
+    serve_linears(model)
     model.changed = serve_linear_attention(model)
     return model
 

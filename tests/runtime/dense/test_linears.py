@@ -5,7 +5,8 @@ import threading
 
 import pytest
 import torch
-from support import random_matrix
+from expert_layers import make_layer
+from tiny_models import serve_linears
 from torch import nn
 
 from moepack.pack.spec import Matrix, Version
@@ -33,17 +34,11 @@ class Attention(nn.Module):
 
 
 def packed(matrix, version, seed):
-    """A packed map with moderate weights, and them as float32."""
-    made = random_matrix(matrix, version, seed)
-    scale = torch.rand(made.scale.shape, generator=torch.Generator().manual_seed(seed)).bfloat16() * 0.01
-    made.scale[:] = scale.view(torch.uint16).numpy()
-    if made.bias is not None:
-        made.bias[:] = torch.linspace(-1, 1, matrix.rows).bfloat16().view(torch.uint16).numpy()
+    """A packed map, and its weights and biases as float64."""
+    layer = make_layer(matrix, [version], [0], seed)
     module = PackedLinear(matrix, version)
-    room = torch.from_numpy(version.encode((matrix,), [made])[0])
-    module.packed = torch.empty(len(room) + 64, dtype=torch.uint8)
-    module.packed = module.packed[-module.packed.data_ptr() % 64 :][: len(room)].copy_(room)
-    return module, torch.from_numpy(made.dequantise(version))
+    module.packed = layer.extents[0]
+    return module, (torch.from_numpy(layer.weights[0]), layer.biases[0])
 
 
 def grouped(modules):
@@ -73,11 +68,7 @@ def test_bf16_matrices_move_and_multiply_as_torch_does(bias, tokens):
     wanted = Attention(bias).requires_grad_(False)
     wanted.load_state_dict({n: p.float() for n, p in before.items()})
 
-    class Bundle:
-        layers = ()
-        manifest = type("M", (), {"dense": ()})
-
-    module_under_test.serve(model, Bundle(), (), True)
+    serve_linears(model)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     made = model(x)
     assert (made.float() - wanted(x.float())).abs().max() < 0.03 and made.dtype == torch.bfloat16
@@ -105,8 +96,8 @@ def test_packed_maps_are_their_dequantised_weights(name, dtype):
     grouped(list(made))
     for tokens in (1, 2, 5, 70):
         x = torch.randn(1, tokens, 100, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-        for module, weight in zip(made, weights, strict=True):
-            wanted = x.double() @ weight.double().T + torch.linspace(-1, 1, len(weight)).bfloat16().double()
+        for module, (weight, bias) in zip(made, weights, strict=True):
+            wanted = x.double() @ weight.T + torch.from_numpy(bias)
             got = module(x)
             assert got.shape == (1, tokens, len(weight)) and got.dtype == dtype
             least = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}[dtype]
@@ -160,11 +151,11 @@ def test_in_inference_mode_an_input_is_compared():
 
 def test_gradients_and_copies():
     version = Version.of("w8", 64)
-    module, weight = packed(Matrix("weight", 64, 64), version, 1)
+    module, (weight, _) = packed(Matrix("weight", 64, 64), version, 1)
     grouped([module])
     x = torch.randn(3, 64, requires_grad=True)
     module(x).sum().backward()
-    assert x.grad is not None and torch.allclose(x.grad, weight.sum(0).expand(3, 64), atol=1e-4)
+    assert x.grad is not None and torch.allclose(x.grad, weight.float().sum(0).expand(3, 64), atol=1e-4)
     with torch.no_grad():
         compiled = torch.ops.moepack.dense(x, module._number, 64)
     assert torch.equal(compiled, module(x.detach()))

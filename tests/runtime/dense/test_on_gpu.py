@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch_products
-from expert_layers import RELEASED, random_expert
+from expert_layers import RELEASED, make_layer
 from gpu_stand_in import kernels
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,10 +21,7 @@ LEAST = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}
 
 def packed(matrix, version, seed):
     module = PackedLinear(matrix, version)
-    room = torch.zeros(version.resident_size((matrix,)) + 64, dtype=torch.uint8)
-    module.packed = room[-room.data_ptr() % 64 :][: len(room) - 64]
-    made = random_expert(matrix, version, seed)
-    version.restore((matrix,), version.encode((matrix,), [made])[0], module.packed.numpy())
+    module.packed = make_layer(matrix, [version], [0], seed).extents[0]
     return module
 
 

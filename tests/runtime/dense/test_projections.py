@@ -1,27 +1,22 @@
 """Queries, keys and values in one call: the bits of the module's own code, in families whose code does just that."""
 
 import inspect
-from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import random_model
+from tiny_models import random_model, serve_linears
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 from transformers.models.qwen3_moe import modeling_qwen3_moe
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    apply_rotary_pos_emb,
-)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
 import moepack
-from moepack.runtime.dense import borrowed, linears, norms, projections
+
+pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
+from moepack.runtime.dense import borrowed, norms, projections
 from moepack.runtime.dense.borrowed import serve_attention
 from moepack.runtime.dense.projections import serve_projections
-from moepack.runtime.experts import backends
 from moepack.runtime.kernels.token_native import Projection
-
-if backends.backend(torch.device("cpu")) != "native":
-    pytest.skip("no compiled kernels", allow_module_level=True)
 
 IDS = torch.randint(1, 60, (1, 9), generator=torch.Generator().manual_seed(0))  # of two, angles would be broadcast
 
@@ -31,8 +26,7 @@ def served(family, projections, **extra):
     torch.manual_seed(0)
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if family == "deepseek_v3" else 4}
     model, _ = random_model(family, torch.bfloat16, hidden_size=256, **heads, **extra)
-    experts = [SimpleNamespace(module=n) for n, _ in model.named_modules() if n.endswith(".experts")]
-    linears.serve(model, SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=())), (), compiled=True)
+    serve_linears(model)
     norms.serve_norms(model)
     serve_attention(model)
     if projections:

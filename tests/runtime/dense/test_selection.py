@@ -4,13 +4,10 @@ import copy
 
 import pytest
 import torch
-from tiny_models import random_model
+from tiny_models import INDEXED, random_model
 from transformers import DynamicCache
 
-from moepack.runtime.experts import backends
-
-if backends.backend(torch.device("cpu")) != "native":
-    pytest.skip("no compiled kernels", allow_module_level=True)
+pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 
 from moepack.runtime.dense import borrowed, latent
 from moepack.runtime.dense.borrowed import serve_attention
@@ -18,16 +15,7 @@ from moepack.runtime.dense.latent import serve_latents
 from moepack.runtime.kv.growing import GrowingLayer, grow_in_place
 
 FEW = 8  # keys that a token sees
-INDEXED = {"index_topk": FEW, "index_n_heads": 8, "index_head_dim": 32}
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-LATENT |= {
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    **INDEXED,
-}
+LATENT = {**INDEXED, "index_topk": FEW}
 DENSE = {"mlp_layer_types": ["dense", "sparse", "sparse"], "num_hidden_layers": 3}
 BLOCKS = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 4, "index_topk_blocks": 2}
 FAMILIES = {

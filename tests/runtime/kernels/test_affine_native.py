@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from expert_layers import (
+    MIXED,
     RELEASED,
     SMALL,
     TOLERANCE,
@@ -27,6 +28,7 @@ from expert_layers import (
 from support import HELPERS, at_once
 
 from moepack.pack.spec import Matrix, Version
+from moepack.runtime.kernels import reference
 from moepack.runtime.kernels.forms import handle
 
 # Matrices of Qwen3-30B-A3B, Mixtral, DeepSeek-V2-Lite, Phi-3.5-MoE, gpt-oss: true columns, fewer rows; and shapes that
@@ -40,8 +42,6 @@ LEVELS = range(min(BEST, native.LEVELS.index("avx512-vnni")) + 1)
 TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
 ALL_IN_TILES = np.zeros(8, np.int64)  # limits
 
-
-MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
 PACKED = [
     *(Version.of(f"w{bits}", size) for bits in (8, 4, 3, 2, 1) for size in (128, 64, 32)),
     *MIXED,
@@ -79,7 +79,7 @@ def test_products_against_float64(version, level):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("version", PACKED, ids=named)
 def test_unpacked_weights_are_packs(version, level, dtype):
-    """The same numbers: exact in float32, rounded once in BF16."""
+    """The same numbers, as torch's of the reference are: exact in float32, rounded once in BF16."""
     native.use_level(level)
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=True)
@@ -90,6 +90,9 @@ def test_unpacked_weights_are_packs(version, level, dtype):
         want = torch.from_numpy(layer.weights[0]).float().to(dtype)
         got = tile.T[: rows - first]
         assert torch.equal(got, want[first:]), (rows, cols)
+        if level == LEVELS[-1]:  # the reference is the same at every level
+            (sections,) = reference.sections_of((m,), version)
+            assert torch.equal(reference.dequantise(layer.extents[0], sections, m, version, dtype), want), (rows, cols)
 
 
 def use_tiles(level):

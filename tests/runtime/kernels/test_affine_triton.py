@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from expert_layers import (
+    MIXED,
     RELEASED,
     SMALL,
-    TOLERANCE,
     VERSIONS,
     activations,
     expected,
@@ -20,24 +20,24 @@ from expert_layers import (
 from torch_products import install
 
 from moepack.pack.spec import ExpertLayer, Matrix, Rotation, Version
-from moepack.runtime.kernels import reference
+from moepack.runtime.kernels import affine_triton, reference
+from moepack.runtime.kernels.affine_triton import DECODE, MANY, product
 from moepack.runtime.kernels.forms import make_forms
+from moepack.runtime.kernels.routing_triton import Routing, route, sort
+from moepack.runtime.kernels.switch_triton import summed, switched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
 
 
-def run(
-    layer, m, versions, x, index, gated = False,
-    tile = "DECODE",
-):  # fmt: skip
-    from moepack.runtime.kernels import affine_triton
-    from moepack.runtime.kernels.affine_triton import product
-    from moepack.runtime.kernels.routing_triton import sort
-
+def handles_of(layer):
+    """A layer's handle table on the device, and the extents there that it names."""
     extents = [e.to(DEVICE) for e in layer.extents]
     numbers = [int(word) & 63 for word in layer.table]
-    handles = torch.tensor([e.data_ptr() | n for e, n in zip(extents, numbers, strict=True)], device=DEVICE)
-    tiling = getattr(affine_triton, tile)
+    return torch.tensor([e.data_ptr() | n for e, n in zip(extents, numbers, strict=True)], device=DEVICE), extents
+
+
+def run(layer, m, versions, x, index, gated=False, tiling=DECODE):
+    handles, _extents = handles_of(layer)
     geometry, live, counts = sort(index.to(DEVICE), handles, tiling.tokens)
     there = index.reshape(-1)[live.cpu() != 0]
     assert counts.tolist() == torch.bincount(there, minlength=len(handles)).tolist()
@@ -47,23 +47,33 @@ def run(
     return out.cpu()
 
 
+def gated(h):
+    """Gates of the first half of rows, float64 [slots, rows], times the second half."""
+    gate, up = torch.from_numpy(h).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up).numpy()
+
+
+def named(version):
+    return f"{version.name}-{version.bits}-{version.group_size}"
+
+
 WIDTHS = [Version.of(*w) for w in (("w8", 64), ("w4", 128), ("w3", 32), ("w2", 64), ("w1", 32), ("w1", 128))]
 WIDTHS += [Version.of(name, 64, symmetric=True) for name in ("w4", "w3")]
-MIXED = [Version.of(f"w{b}d{b + 1}").at(1) for b in (4, 3, 2, 1)]
 TRELLIS = [Version.of(name, scale_bits=s).at(1) for name, s in (("t2", 16), ("t3", 16), ("t2d3", 8), ("t2", 8))]
 TURNED = [replace(v, rotation=Rotation(16, seed)) for seed, v in enumerate(map(Version.of, ("t2", "t3", "t2d3")))]
 
 
-@pytest.mark.parametrize("version", WIDTHS + MIXED + TRELLIS + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}")
+@pytest.mark.parametrize("version", WIDTHS + MIXED + TRELLIS + SMALL, ids=named)
 def test_every_width_and_group(version):
-    versions = [version]
-    index = torch.tensor([[0], [2], [2]])  # expert 1 has no tokens
-    for k, (rows, cols) in enumerate([(40, 100), (17, 257), (1, 1)]):
+    """Activations of one, two and three terms; an expert without tokens."""
+    index = torch.tensor([[0], [2], [2]])
+    cases = ((40, 100, torch.bfloat16, torch.float32), (17, 257, torch.bfloat16, torch.float16), (1, 1, torch.bfloat16))
+    for k, (rows, cols, *dtypes) in enumerate(cases):
         m = Matrix("m", rows, cols, bias=bool(k % 2))
-        layer = make_layer(m, versions, [0, 0, 0], seed=k)
-        for dtype in (*TOLERANCE, torch.float16):
+        layer = make_layer(m, [version], [0, 0, 0], seed=k)
+        for dtype in dtypes:
             x = activations(3, cols, dtype)
-            assert relative(run(layer, m, versions, x, index), expected(layer, x, index)) <= 1e-5, (rows, cols, dtype)
+            assert relative(run(layer, m, [version], x, index), expected(layer, x, index)) <= 1e-5, (rows, cols, dtype)
 
 
 @pytest.mark.parametrize("share", [3, 1])
@@ -87,93 +97,69 @@ def test_the_gate_is_applied_on_the_way_out(inner):
     layer = make_layer(m, VERSIONS, [0, 1, 2, 3, 4])
     index = torch.tensor([[0, 1], [2, 3], [4, 0]])
     x = activations(3, 70, torch.float32)
-    h = torch.from_numpy(expected(layer, x, index))
-    want = torch.nn.functional.silu(h[:, :inner]) * h[:, inner:]
-    assert relative(run(layer, m, VERSIONS, x, index, gated=True), want.numpy()) <= 1e-5
+    assert relative(run(layer, m, VERSIONS, x, index, True), gated(expected(layer, x, index))) <= 1e-5
 
 
-def released_weights(version, rows, cols, seed, dtype, tile="MANY"):
+def unit_product(version, rows, cols, seed, tiling):
     """What a unit matrix times the weights makes, and the reference's weights: both [rows, cols]."""
     m = Matrix("m", rows, cols)
     layer = make_layer(m, [version], [0], seed)
     (sections,) = reference.sections_of((m,), version)
-    unit, index = torch.eye(cols, dtype=dtype), torch.zeros(cols, 1, dtype=torch.int64)
-    got = run(layer, m, [version], unit, index, tile=tile).T
+    unit, index = torch.eye(cols, dtype=torch.bfloat16), torch.zeros(cols, 1, dtype=torch.int64)
+    got = run(layer, m, [version], unit, index, tiling=tiling).T
     return got, reference.dequantise(layer.extents[0], sections, m, version, torch.float32)
 
 
 @pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_released_weights_are_the_references(version, monkeypatch):
     """Bit for bit, with subnormal codes and scales among them; not on a GPU, where weights are BF16 numbers."""
-    from moepack.runtime.kernels import affine_triton
-
     for seed, (rows, cols) in enumerate([(33, 200), (17, 31), (1, 1)]):
         if DEVICE == "cpu":  # both orders of columns
             monkeypatch.setattr(affine_triton, "capability", lambda device, of=9 - seed % 2: of)
-        got, want = released_weights(version, rows, cols, seed, torch.float32)
+        got, want = unit_product(version, rows, cols, seed, MANY)
         exact = (want.abs() >= 2.0**-126) | (DEVICE == "cpu")
         assert torch.equal(got[exact], want[exact]), (rows, cols)
 
 
-@pytest.mark.parametrize(
-    "version", WIDTHS + MIXED + TRELLIS + SMALL[1:3], ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
-)
+@pytest.mark.parametrize("version", WIDTHS + MIXED + TRELLIS + SMALL[1:3], ids=named)
 @pytest.mark.parametrize("pairs", [True, False])
 def test_many_tokens_of_every_width(version, pairs, monkeypatch):
     """Both orders of columns; a gate whose halves begin in the middle of a block, blocks with a rest, several terms."""
-    from moepack.runtime.kernels import affine_triton
-
     if DEVICE == "cpu":  # a GPU takes one order alone
         monkeypatch.setattr(affine_triton, "capability", lambda device: 9 if pairs else 8)
     m = Matrix("m", 46, 200, bias=True)
     layer, index = make_layer(m, [version], [0, 0], 3), (torch.arange(41) % 5 == 0).long()[:, None]
-    for dtype in (torch.bfloat16, torch.float16, torch.float32)[: 1 + 2 * pairs]:
+    for dtype, plain, gate in (
+        (torch.bfloat16, pairs, True),
+        (torch.float16, False, pairs),
+        (torch.float32, pairs, False),
+    ):
         x = activations(41, 200, dtype)
         want = expected(layer, x, index)
-        assert relative(run(layer, m, [version], x, index, tile="MANY"), want) <= 1e-5, dtype
-        gate, up = torch.from_numpy(want).chunk(2, dim=1)
-        made = run(layer, m, [version], x, index, True, "MANY")
-        assert relative(made, (torch.nn.functional.silu(gate) * up).numpy()) <= 1e-5, dtype
+        if plain:
+            assert relative(run(layer, m, [version], x, index, False, MANY), want) <= 1e-5, dtype
+        if gate:
+            assert relative(run(layer, m, [version], x, index, True, MANY), gated(want)) <= 1e-5, dtype
 
 
-@pytest.mark.parametrize(
-    "version", RELEASED + WIDTHS + MIXED + TRELLIS + SMALL, ids=lambda v: f"{v.name}-{v.bits}-{v.group_size}"
-)
+@pytest.mark.parametrize("version", RELEASED + WIDTHS + MIXED + TRELLIS + SMALL, ids=named)
 def test_few_tokens_weights_are_the_references(version):
     """Bit for bit too: a code's ones and its zero point leave no rest."""
-    got, want = released_weights(version, 33, 65, 0, torch.float32, "DECODE")
+    got, want = unit_product(version, 33, 65, 0, DECODE)
     assert torch.equal(got, want)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_few_tokens_of_whole_tiles():
     """Rows and columns without a rest, for which nothing is masked: a gate, and several groups a warp at a time."""
-    for version in (
-        Version.of("bf16"),
-        Version.of("w8", 128),
-        Version.of("w2", 64),
-        Version.of("mxfp4", 32),
-        TRELLIS[2],
-    ):
-        m = Matrix("m", 64, 1024, bias=True)
-        layer, x, index = (
-            make_layer(m, [version], [0, 0]),
-            activations(2, 1024, torch.bfloat16),
-            torch.tensor([[1], [0]]),
-        )
-        h = torch.from_numpy(expected(layer, x, index))
-        assert relative(run(layer, m, [version], x, index), h.numpy()) <= 1e-5, version.name
-        want = torch.nn.functional.silu(h[:, :32]) * h[:, 32:]
-        assert relative(run(layer, m, [version], x, index, gated=True), want.numpy()) <= 1e-5, version.name
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA device: Triton's interpreter multiplies float32 instead of BF16")
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp8", "fp8row"])
-def test_released_weights_are_exact_in_bf16(name):
-    got, want = released_weights(next(v for v in RELEASED if v.name == name), 33, 200, 0, torch.bfloat16)
-    normal = want.abs() >= 2.0**-126  # below, BF16 has fewer bits
-    assert torch.equal(got[normal], want[normal])
+    some = (Version.of(*v) for v in (("bf16",), ("w8", 128), ("w2", 64), ("mxfp4", 32)))
+    m, index = Matrix("m", 64, 1024, bias=True), torch.tensor([[1], [0]])
+    x = activations(2, 1024, torch.bfloat16)
+    for version in (*some, TRELLIS[2]):
+        layer = make_layer(m, [version], [0, 0])
+        h = expected(layer, x, index)
+        assert relative(run(layer, m, [version], x, index), h) <= 1e-5, version.name
+        assert relative(run(layer, m, [version], x, index, True), gated(h)) <= 1e-5, version.name
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
@@ -218,13 +204,13 @@ def test_a_layer_is_run_by_it(versions, inner, monkeypatch):
 def test_what_stands_in_for_products(monkeypatch):
     """In tests of what is around them: every encoding, both tiles, a gate."""
     install(monkeypatch)
+    m, index = Matrix("m", 36, 70, bias=True), torch.tensor([[0, 1], [1, 1], [2, 0]])
+    x, real = activations(3, 70, torch.float32), (index.reshape(-1) < 2).numpy()
     for version in (Version.of("bf16"), *WIDTHS, *MIXED, *TRELLIS, *RELEASED, *SMALL):
-        m, index = Matrix("m", 36, 70, bias=True), torch.tensor([[0, 1], [1, 1], [2, 0]])
-        layer, x = make_layer(m, [version], [0, 0]), activations(3, 70, torch.float32)
-        want, real = torch.from_numpy(expected(layer, x, index)), (index.reshape(-1) < 2).numpy()
-        assert relative(run(layer, m, [version], x, index)[real], want.numpy()[real]) <= 1e-5, version.name
-        gated = (torch.nn.functional.silu(want[:, :18]) * want[:, 18:]).numpy()[real]
-        assert relative(run(layer, m, [version], x, index, True, "MANY")[real], gated) <= 1e-5, version.name
+        layer = make_layer(m, [version], [0, 0])
+        want = expected(layer, x, index)
+        assert relative(run(layer, m, [version], x, index)[real], want[real]) <= 1e-5, version.name
+        assert relative(run(layer, m, [version], x, index, True, MANY)[real], gated(want)[real]) <= 1e-5, version.name
 
 
 def test_a_gate_of_ones_own_is_not_fused():
@@ -244,47 +230,37 @@ def test_a_gate_of_ones_own_is_not_fused():
 
 
 def test_what_does_not_fit_is_refused():
-    from moepack.runtime.kernels.affine_triton import DECODE, MANY, product
-    from moepack.runtime.kernels.routing_triton import sort
-
     m = Matrix("m", 20, 64)
     forms = [make_forms((m,), v)[0] for v in VERSIONS]
     handles, out = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.empty(2, 20)
     geometry, *_ = sort(torch.tensor([[0], [1]], device=DEVICE), handles, 16)
-    for x, tiling in ((torch.zeros(2, 63), None), (torch.zeros(2, 64).double(), None), (torch.zeros(2, 64), MANY)):
+    for x, tiling in ((torch.zeros(2, 63), DECODE), (torch.zeros(2, 64).double(), DECODE), (torch.zeros(2, 64), MANY)):
         with pytest.raises(ValueError, match="m:"):
-            product(m, forms, [0], handles, geometry, x, out, tiling or DECODE)
+            product(m, forms, [0], handles, geometry, x, out, tiling)
 
 
 @pytest.mark.parametrize("stand_in", [False, True])
 @pytest.mark.parametrize(
-    ("gated", "versions"), [(False, VERSIONS), (True, MIXED[:2] + TRELLIS[1:])], ids=["plain", "gated"]
+    ("gate", "versions"), [(False, VERSIONS), (True, MIXED[:2] + TRELLIS[1:])], ids=["plain", "gated"]
 )
-def test_one_launch_for_all_versions_makes_the_same_bits(gated, versions, stand_in, monkeypatch):
+def test_one_launch_for_all_versions_makes_the_same_bits(gate, versions, stand_in, monkeypatch):
     """Few tokens, sentinels and an absent expert: the switch's rows and sum against a launch for each version."""
-    from moepack.runtime.kernels.affine_triton import DECODE, product
-    from moepack.runtime.kernels.routing_triton import Routing, route, sort
-    from moepack.runtime.kernels.switch_triton import summed, switched
-
     if stand_in:
         install(monkeypatch)
-    numbers, rows = range(len(versions)), 25 if gated else 50
+    numbers, rows = range(len(versions)), 25 if gate else 50
     layer = make_layer(m := Matrix("m", 50, 90, bias=True), versions, [e % len(versions) for e in range(12)])
-    extents = [e.to(DEVICE) for e in layer.extents]
-    handles = torch.tensor(
-        [e.data_ptr() | (int(w) & 63) for e, w in zip(extents, layer.table, strict=True)], device=DEVICE
-    )
+    handles, _extents = handles_of(layer)
     handles[7] = 0
     forms, gates = [make_forms((m,), v)[0] for v in versions], torch.rand(6, 3, device=DEVICE)
     index = torch.randint(0, 13, (6, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     index[0, 0], index[1, 1] = 7, 12
     x = activations(6, 90, torch.float32).to(DEVICE)
     want, got = torch.zeros(18, rows, device=DEVICE), torch.full((18, rows), float("nan"), device=DEVICE)
-    product(m, forms, numbers, handles, sort(index, handles, DECODE.tokens)[0], x, want, DECODE, gated)
+    product(m, forms, numbers, handles, sort(index, handles, DECODE.tokens)[0], x, want, DECODE, gate)
     routed = route(Routing(3), handles, DECODE.tokens, given=(index, gates))
-    switched(m, forms, numbers, handles, routed.geometry, x, got, gated)
+    switched(m, forms, numbers, handles, routed.geometry, x, got, gate)
     assert torch.equal(got[routed.live.bool()], want[routed.live.bool()])
     total = (want * gates.view(-1, 1)).view(6, 3, -1).sum(1)
     torch.testing.assert_close(summed(got, gates, routed.live, torch.float32), total, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="do not fit"):
-        switched(m, forms, numbers, handles, routed.geometry, x[:, :-1].contiguous(), got, gated)
+        switched(m, forms, numbers, handles, routed.geometry, x[:, :-1].contiguous(), got, gate)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from .encodings.base import BLOCKS, KNOWN, SCALE_BITS, Rotation, Version, encoding_of, lossless, lossy, version_names
+from .encodings.base import KNOWN, SCALE_BITS, Version, encoding_of, lossless, lossy, version_names
 from .encodings.bf16 import EXPERT_DTYPES
 from .sections import BLOCK_ROWS, GROUPS, MAX_EXTENT, MEMORY_PAGE, PAGE, SECTION, Matrix, Section, align
 
 __all__ = [
-    "BLOCKS",
     "BLOCK_ROWS",
     "EXPERT_DTYPES",
     "GROUPS",
@@ -24,7 +23,6 @@ __all__ = [
     "SCALE_BITS",
     "SECTION",
     "Matrix",
-    "Rotation",
     "Section",
     "Version",
     "align",

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .codec.bits import Buffer, bf16_to_float32
-from .codec.rotation import turned_back
 from .encodings.base import Stored
 from .errors import BundleError, CodecError
 from .spec import Matrix, Version
@@ -45,14 +44,13 @@ class Expert:
 
     def _parts(self) -> Iterator[tuple[str, _Exact]]:
         for i, (matrix, value) in enumerate(zip(self.matrices, Expert.decode(self), strict=True)):
-            yield matrix.name, turned_back(self.version, i, self.version.at(i).dequantise(value))
+            yield matrix.name, self.version.at(i).dequantise(value)
             if value.bias is not None:
                 yield "bias" if matrix.name == "weight" else f"{matrix.name}.bias", value.bias
 
     def numpy(self) -> dict[str, NDArray[np.float32]]:
         """Exact weights, float32 [rows, cols] (used as W @ x), and biases if any, float32 [rows], by name.
 
-        Those of a rotated `down` are turned back, in float32, and so exact but for its rounding.
         Raises BundleError when a lossless extent does not decode.
         """
         return {n: bf16_to_float32(p) if p.dtype == np.uint16 else p for n, p in self._parts()}  # type: ignore[arg-type, misc]

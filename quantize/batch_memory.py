@@ -48,8 +48,6 @@ def _largest_step(layer: ExpertLayer, settings: Settings, experts: int) -> int:
     versions = settings.versions
     fitted = any(method_for(settings.method, v).needs_moments for v in versions)
     weights = experts * sum(4 * m.weights for m in layer.matrices)
-    if any(v.rotation for v in versions):  # rotated weights beside the batch's own; three temporaries of activations
-        weights += 4 * experts * second.weights + 12 * max(PART, settings.loss_tokens + OTHERS) * second.cols
     squares = [4 * m.cols * m.cols for m in (first, second)]
     made = experts * sum(m.weights for m in layer.matrices) * len(versions)
     packed = experts * sum(int(m.weights * (_bytes_a_weight(versions) + 2 * CODED)) for m in layer.matrices)

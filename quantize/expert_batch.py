@@ -8,14 +8,13 @@ bytes do not grow with a layer's experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.rotation import rotate
-from moepack.pack.spec import ExpertLayer, Rotation, Version, encoding_of, version_names
+from moepack.pack.spec import ExpertLayer, Version, encoding_of, version_names
 
 from .crossfit import FOLDS, cluster_of, refit, row_errors, sampled
 from .gptq import LANES
@@ -158,12 +157,7 @@ def expert_batches(layer: ExpertLayer, settings: Settings) -> list[range]:
 
 
 def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[ExpertVersion]]:
-    """Quantise a batch at every width and measure it; yields each expert's entries, one for each version.
-
-    Raises ValueError for versions that differ in their rotation: they share moments and fitted rows.
-    """
-    (turn,) = {v.rotation for v in settings.versions} or {None}
-    batch = batch if turn is None else _rotated(batch, turn)
+    """Quantise a batch at every width and measure it; yields each expert's entries, one for each version."""
     makers = {v: method_for(settings.method, v) for v in settings.versions}
     reading = [v for v, maker in makers.items() if maker.needs_moments]
     moments: tuple[list[ExpertMoments], list[ExpertMoments]] = batch_moments(batch) if reading else ([], [])
@@ -208,19 +202,6 @@ def quantise_batch(batch: ExpertBatch, settings: Settings) -> Iterator[list[Expe
         known = {v: refitted.get((i, v)) for v, maker in makers.items() if chosen[v][1][i] == maker.name}
         found = _measure(batch, i, {v: pair for v, (pair, _) in chosen.items()}, known, compared)
         yield [ExpertVersion(e, v, pair, names[i], *found[v], i) for v, (pair, names) in chosen.items()]
-
-
-def _rotated(batch: ExpertBatch, rotation: Rotation) -> ExpertBatch:
-    """The batch with `down` and its inputs rotated: its outputs are the same, its moments those of rotated inputs."""
-    act = batch.forward.act
-
-    def turned(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        made = act(x, weight, bias)
-        return rotate(made.float(), rotation).to(made.dtype)  # type: ignore[no-any-return]
-
-    first, second = batch.weights
-    down = torch.stack([rotate(w, rotation) for w in second])  # singly, for its working copies
-    return replace(batch, weights=(first, down), forward=replace(batch.forward, act=turned))
 
 
 def batch_moments(batch: ExpertBatch) -> tuple[list[ExpertMoments], list[ExpertMoments]]:

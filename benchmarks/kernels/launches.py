@@ -73,7 +73,6 @@ def experts(name: str, group: int, dtype: torch.dtype, tokens: int, bias: bool) 
             layer=ExpertLayer(0, "experts", EXPERTS, matrices),
             device_table=lambda: table,
             served=[0],
-            rotation=None,
             in_place=None,
             staged=None,
             forms={name: make_forms(matrices, version_of(name, group))},

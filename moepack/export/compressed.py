@@ -21,7 +21,7 @@ from moepack.pack.spec import Matrix, Version
 from .files import Entries
 from .layout import CheckpointTensor
 from .plain import SafetensorsTarget
-from .targets import MIXED, ROTATED, ExportJob
+from .targets import MIXED, ExportJob
 from .values import Values, words
 from .zeros import not_whole, zero_points
 
@@ -43,8 +43,6 @@ class Coded(SafetensorsTarget):
         """See Target."""
         if dense and version.holds:
             return None
-        if version.rotation is not None:
-            return ROTATED
         if version.by_matrix:
             return MIXED
         if not isinstance(version, Affine) or version.zero == "midpoint":

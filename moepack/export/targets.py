@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .layout import Layout
     from .report import Lost
 
-ROTATED = "its down multiplies rotated inputs, for which the format has no word: take --to checkpoint"
 MIXED = "its down has other bits than the matrix before it: build with --recipe exportable"
 SCALES = ("bf16", "fp32")  # dtypes of scales, for a target that has the choice
 

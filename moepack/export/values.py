@@ -13,7 +13,6 @@ from torch import Tensor
 
 from moepack.pack.codec.affine import AffineMatrix, section_array, unpacked, wide_scales
 from moepack.pack.codec.bits import from_blocks, pack_rows
-from moepack.pack.codec.rotation import turned_back
 from moepack.pack.encodings.affine import Affine
 from moepack.pack.spec import BLOCK_ROWS, Version
 from moepack.pack.values import Expert
@@ -100,8 +99,8 @@ class Values:
 
     @cached_property
     def exact(self) -> Tensor:
-        """The weights [rows, cols], float32, of a rotated matrix turned back; bfloat16 where that holds them."""
-        made = turned_back(self.packed.one.version, self.number, self.version.dequantise(self.decoded))
+        """The weights [rows, cols], float32; bfloat16 where that holds them."""
+        made = self.version.dequantise(self.decoded)
         return _bf16(made) if made.dtype == np.uint16 else torch.from_numpy(made)
 
     @cached_property
@@ -118,7 +117,7 @@ class Values:
         for at in range(0, -(-m.rows // BLOCK_ROWS), step):
             some = out[at * BLOCK_ROWS : (at + step) * BLOCK_ROWS]
             few = unpacked({kind: p[at : at + step] for kind, p in parts.items()}, planes, len(some), m.cols)
-            some.copy_(turned_back(one.version, self.number, self._dequantised(few)))
+            some.copy_(self._dequantised(few))
         return out
 
     def _dequantised(self, few: AffineMatrix) -> Tensor:

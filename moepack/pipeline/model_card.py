@@ -213,6 +213,5 @@ def _described(version: Version) -> str:
     if version.holds:
         return "as released" if version.released else "lossless"
     more = ", in down one more" if version.by_matrix else ""
-    turned = f", down rotated in blocks of {version.rotation.block}" if version.rotation else ""
     small = ", scales of a byte" if version.scale_bits == 8 else ""
-    return f"{version.bits} bits{more}, groups of {version.group_size}{small}{turned}"
+    return f"{version.bits} bits{more}, groups of {version.group_size}{small}"

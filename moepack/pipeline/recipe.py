@@ -15,13 +15,10 @@ from moepack.families import mtp
 from moepack.pack.errors import InputError
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import (
-    BLOCKS,
     GROUPS,
     KNOWN,
     LOSSLESS,
     SCALE_BITS,
-    ExpertLayer,
-    Rotation,
     Version,
     encoding_of,
     lossy,
@@ -49,7 +46,6 @@ class Quantize:
     loss_tokens: int = 4096
     zeros: str = methods.FREE
     refine: bool = False
-    rotate: int = 0  # columns of down that are mixed by a rotation of its inputs (`spec.Rotation`); 0: not rotated
     scale_bits: int = SCALE_BITS[0]  # of a scale of the experts' versions
 
     def size(self, version: str) -> int:
@@ -122,8 +118,7 @@ class Recipe:
 
     def version(self, name: str, size: int) -> Version:
         """A version of experts as the recipe has it, in groups of this size."""
-        rotation = Rotation(self.quantize.rotate) if self.quantize.rotate else None
-        return Version.of(name, size, rotation, self.quantize.scale_bits, self._symmetric(name, self.native_symmetric))
+        return Version.of(name, size, self.quantize.scale_bits, self._symmetric(name, self.native_symmetric))
 
     def _symmetric(self, name: str, native: bool) -> bool:
         """Whether the codes of a version have the middle code as zero point; `native`, of the checkpoint's own."""
@@ -198,7 +193,6 @@ def parse_recipe(text: str, where: str) -> Recipe:
         "method": methods.named(),
         "loss_tokens": 1,
         "zeros": methods.ZEROS,
-        "rotate": (0, *BLOCKS),
         "scale_bits": SCALE_BITS,
     }
     quantize = Quantize(**_settings(at, top.get("quantize", {}), Quantize, rules))
@@ -293,19 +287,6 @@ def check_beside(own: Version, names: Iterable[str], at: str = "versions") -> No
     for name in names:
         if encoding_of(name).bits >= own.bits:
             raise InputError(f"{at}: {name} saves no bits over the checkpoint's own {own.name}: leave it out")
-
-
-def check_rotation(recipe: Recipe, layers: Iterable[ExpertLayer]) -> None:
-    """Raise InputError where the recipe's rotation does not divide the columns of a layer's `down`."""
-    block = recipe.quantize.rotate
-    for layer in layers:
-        cols = layer.matrices[1].cols
-        if block and cols % block:
-            fits = min(cols & -cols, BLOCKS[-1])
-            other = f"{fits} does" if fits in BLOCKS else "leave rotate out: no possible size does"
-            raise InputError(
-                f"quantize.rotate: {block} does not divide the {cols} columns of down in layer {layer.index}: {other}"
-            )
 
 
 def with_text(recipe: Recipe) -> Recipe:

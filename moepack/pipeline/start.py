@@ -22,7 +22,7 @@ from .allocate import check_allocation
 from .artifacts import DIGESTS, PROBE, RECIPE, RunRecord, run_record, save, watched
 from .bound import MAPPED, MemoryPlan, place
 from .needs import Dense, needs_of
-from .recipe import Recipe, TextSource, check_rotation, parse_recipe, with_native, with_text
+from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
 from .released import announce
 from .run import LayerWalk
 from .tasks.result import THREADS
@@ -245,7 +245,6 @@ def named(
     for matrix in kept:
         found.setdefault(matrix.layer, []).append(matrix)
     layers = list(stream.expert_layers.values())
-    check_rotation(recipe, layers)
     check_allocation(recipe.allocation, layers, recipe.version_specs(), kept, recipe.dense_specs())
     return recipe, found
 
@@ -310,7 +309,7 @@ def quantize_settings(recipe: Recipe) -> dict[str, object]:
     from moepack.quantize.losses import ESTIMATE
 
     by_recipe = asdict(recipe.quantize)
-    del by_recipe["group_size"], by_recipe["rotate"], by_recipe["scale_bits"]  # each version's record has them
+    del by_recipe["group_size"], by_recipe["scale_bits"]  # each version's record has them
     return by_recipe | {
         "versions": [v.record() for v in recipe.version_specs()],
         "estimate of losses": ESTIMATE,

@@ -34,7 +34,6 @@ def inspect(path: str | Path) -> JsonObject:
             "bits_per_weight": round(bundle.bits_per_weight(version.name), 4),
             "group_size": version.group_size,
             "scale_bits": 0 if version.holds else version.scale_bits,
-            "rotated": version.rotation.block if version.rotation else 0,
         }
         loss[version.name], loss_error[version.name] = tables.mean_loss(version.name)
         methods[version.name] = tables.made_by(version.name)
@@ -84,8 +83,6 @@ def render(facts: JsonObject) -> Table:
     notes = ["± two standard errors"] if any(facts["loss_error"].values()) else []
     if exact := lossless(map(encoding_of, facts["versions"])):
         notes.insert(0, f"{exact.name} holds {exact.holds[facts['expert_dtype']]}")
-    if turned := [n for n, v in facts["versions"].items() if v["rotated"]]:
-        notes.append(f"down of {', '.join(turned)} multiplies rotated inputs")
     if small := [n for n, v in facts["versions"].items() if v["scale_bits"] == 8]:
         notes.append(f"scales of {', '.join(small)} have a byte")
     if few := facts["few_tokens"]["experts"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,25 +19,15 @@ if TYPE_CHECKING:
     from ..codec.bits import Buffer
 
 Part = tuple[str, tuple[int, ...], int]  # a section that has no offset yet: kind, shape, bytes of an element
-BLOCKS = (16, 32, 64, 128, 256)  # columns that a rotation may mix: few enough for a first cache
-SEEDS = 1 << 32
 Stored = Any  # a matrix as a codec has it: an AffineMatrix, a ReleasedMatrix or a LosslessMatrix
 SCALE_BITS = (16, 8)  # of a scale that a quantiser makes: BF16, or a byte (FORMAT.md, "Scales of a byte")
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The rotation of the input of `down` before the product (FORMAT.md, "Rotated versions")."""
-
-    block: int  # neighbouring columns that are mixed, one of BLOCKS; it divides the columns of every layer's `down`
-    seed: int = 0  # of the columns' signs, below SEEDS
 
 
 @dataclass(frozen=True)
 class Version(ABC):
     """One version of a bundle's experts: how codes become bytes, and how bytes become weights.
 
-    The manifest records `name`, `encoding`, `bits`, `group_size`, `zero`, `rotation` and `scale_bits`; versions are
+    The manifest records `name`, `encoding`, `bits`, `group_size`, `zero` and `scale_bits`; versions are
     equal where these are. The other attributes follow from the name.
     """
 
@@ -52,8 +42,6 @@ class Version(ABC):
     zero: str = "none"
     group_sizes: tuple[int, ...] = field(default=(), compare=False)  # the numbers of columns that may share a scale
     group_size: int = 0  # columns that share a scale; 0 without groups
-    # Of the input of an expert's `down`, whose codes are then those of the rotated weights; None for a plain version.
-    rotation: Rotation | None = None
     scale_bits: int = 16  # of an affine version's scale, one of SCALE_BITS
 
     holds: ClassVar[
@@ -74,21 +62,20 @@ class Version(ABC):
     def of(
         name: str,
         group_size: int = 0,
-        rotation: Rotation | None = None,
         scale_bits: int = 16,
         symmetric: bool = False,
     ) -> Version:
         """Find a version by name. Encodings without groups ignore the size; 0 stands for the largest.
 
         With `symmetric` zero points are the middle code, and an encoding that would store them stores none.
-        Encodings that hold a checkpoint ignore `rotation` and `scale_bits`. Raises ValueError for an unknown name, or a
+        Encodings that hold a checkpoint ignore `scale_bits`. Raises ValueError for an unknown name, or a
         group size that the encoding does not have.
         """
         e = encoding_of(name)
         if scale_bits not in SCALE_BITS:
             raise ValueError(f"{name}: scales are of 16 or 8 bits, not {scale_bits}")
-        if (rotation is not None or scale_bits != SCALE_BITS[0]) and not e.holds:
-            e = replace(e, rotation=rotation, scale_bits=scale_bits)
+        if not e.holds:
+            e = replace(e, scale_bits=scale_bits)
         if symmetric and e.stores_zeros:
             e = replace(e, zero="symmetric")
         if not e.group_sizes:
@@ -101,12 +88,10 @@ class Version(ABC):
     @staticmethod
     def read(record: Mapping[str, Any]) -> Version:
         """Find the version of a record in the manifest. Raises ValueError if no version has this record."""
-        turn = record.get("rotation")
-        rotation = None if turn is None else Rotation(turn["block"], turn["seed"])
         scale_bits = record.get("scale_bits", SCALE_BITS[0])
         name = str(record.get("name"))
         group_size = record.get("group_size") or 0
-        made = Version.of(name, group_size, rotation, scale_bits, record.get("zero") == "symmetric")
+        made = Version.of(name, group_size, scale_bits, record.get("zero") == "symmetric")
         if made.record() != record:
             raise ValueError(f"this moepack does not know this form of {made.name}")
         return made
@@ -114,8 +99,6 @@ class Version(ABC):
     def record(self) -> dict[str, object]:
         """The version's record in the manifest."""
         found = {k: getattr(self, k) for k in ("name", "encoding", "bits", "group_size", "zero")}
-        if self.rotation is not None:
-            found["rotation"] = asdict(self.rotation)
         if self.scale_bits != SCALE_BITS[0]:
             found["scale_bits"] = self.scale_bits
         return found
@@ -179,8 +162,7 @@ class Version(ABC):
     def dequantise(self, value: Stored) -> npt.NDArray[np.float32] | npt.NDArray[np.uint16]:
         """The reference for every kernel: the weights [rows, cols] of a matrix that `decode` gave, as stored.
 
-        Values are exact: float32, or the bits of BF16 (uint16) where BF16 holds them. Those of a rotated matrix are to
-        be multiplied by the rotated input; `codec.rotation` turns them back.
+        Values are exact: float32, or the bits of BF16 (uint16) where BF16 holds them.
         """
 
     def restore(

@@ -26,7 +26,7 @@ class MixedAffine(affine.Affine):
         """See Version."""
         bits = self.bits + (matrix > 0)
         zero = self.zero if bits > 1 else "midpoint"
-        args = PLANES[bits], zero, self.group_sizes, self.group_size, self.rotation, self.scale_bits
+        args = PLANES[bits], zero, self.group_sizes, self.group_size, self.scale_bits
         return affine.Affine(self.name, self.encoding, bits, bits, *args)
 
 

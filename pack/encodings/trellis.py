@@ -38,7 +38,7 @@ def trellis(bits: int, of: Trellis | None = None) -> Trellis:
     """Describe a trellis encoding of `bits` bits, or one matrix of a mixed one."""
     if of is None:
         return Trellis(f"t{bits}", "trellis", bits, KERNEL + bits, PLANES[bits], "none", GROUPS)
-    args = "none", of.group_sizes, of.group_size, of.rotation, of.scale_bits
+    args = "none", of.group_sizes, of.group_size, of.scale_bits
     return Trellis(of.name, of.encoding, bits, KERNEL + bits, PLANES[bits], *args)
 
 

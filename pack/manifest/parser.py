@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from .. import manifest, spec
-from ..encodings.base import SEEDS
 from ..errors import BundleError, Kind, Problem
-from ..spec import DenseLayer, DenseMatrix, ExpertLayer, Matrix, Rotation, Version
+from ..spec import DenseLayer, DenseMatrix, ExpertLayer, Matrix, Version
 from . import Allocation, ExpertFileEntry, FileEntry, Manifest, canonical, strict_json
 
 _HEX = re.compile(r"[0-9a-f]{64}")
@@ -109,7 +108,7 @@ def parse_manifest(data: bytes) -> Manifest:
     has_dense = "dense" in document
     check.object("top level", document, [*keys, "dense"] if has_dense else keys)
     layers = _layers(check, document.get("layers"))
-    versions = _versions(check, "versions", document.get("versions"), spec.version_names(), layers)
+    versions = _versions(check, "versions", document.get("versions"), spec.version_names(), of_experts=True)
     dense, dense_versions = _dense(check, document["dense"]) if has_dense else ((), ())
     files, expert_files = _files(check, document.get("files"))
     found = Manifest({}, layers, versions, files, expert_files, dense=dense, dense_versions=dense_versions)
@@ -218,24 +217,23 @@ def _matrix(check: Checker, at: str, item: Mapping[str, Json], name: str) -> Mat
 
 
 def _versions(
-    check: Checker, where: str, value: Json, known: Sequence[str], may_rotate: Sequence[ExpertLayer] = ()
+    check: Checker, where: str, value: Json, known: Sequence[str], of_experts: bool = False
 ) -> tuple[Version, ...]:
-    """Check a list of versions; those of the layers `may_rotate` may have `rotation` and `scale_bits`."""
+    """Check a list of versions; those of experts may have `scale_bits`."""
     out: list[Version] = []
     for i, item in enumerate(check.items(where, value, len(known))):
         at = f"{where}[{i}]"
         item = check.object(at, item)
         name = check.text(f"{at}.name", item.get("name"), known)
-        may = bool(may_rotate) and not spec.encoding_of(name).holds
-        more = [key for key in ("rotation", "scale_bits") if may and key in item]
+        may = of_experts and not spec.encoding_of(name).holds
+        more = ["scale_bits"] if may and "scale_bits" in item else []
         item = dict(check.object(at, item, ["name", "encoding", "bits", "group_size", "zero", *more]))
-        rotation = _rotation(check, f"{at}.rotation", item.pop("rotation"), may_rotate) if "rotation" in more else None
         size = item.get("group_size")
         sizes = spec.encoding_of(name).group_sizes
-        scale_bits = 8 if "scale_bits" in more else 16
+        scale_bits = 8 if more else 16
         group_size = size if size in sizes else max(sizes, default=0)
-        expected = Version.of(name, group_size, rotation, scale_bits, item.get("zero") == "symmetric")
-        if canonical(item) != canonical(replace(expected, rotation=None).record()):  # as JSON: in Python, True == 1
+        expected = Version.of(name, group_size, scale_bits, item.get("zero") == "symmetric")
+        if canonical(item) != canonical(expected.record()):  # as JSON: in Python, True == 1
             check.wrong(at, "encoding", f"this moepack does not know this form of {name}: {show(item)}")
         out.append(expected)
     names = [v.name for v in out]
@@ -245,23 +243,6 @@ def _versions(
     if len(holding) > 1:
         check.wrong(where, "value", f"more than one version holds the checkpoint: {', '.join(holding)}")
     return tuple(out)
-
-
-def _rotation(check: Checker, at: str, value: Json, layers: Sequence[ExpertLayer]) -> Rotation:
-    """Check a version's rotation against every layer's `down`; return one for a wrong one, too."""
-    item = check.object(at, value, ["block", "seed"])
-    block = item.get("block")
-    known = ", ".join(map(str, spec.BLOCKS))
-    seed = check.integer(f"{at}.seed", item.get("seed"), 0, SEEDS - 1)
-    if type(block) is not int or block not in spec.BLOCKS:
-        check.wrong(f"{at}.block", "range", f"not one of {known}: {show(block)}")
-        return Rotation(spec.BLOCKS[0], seed)
-    for layer in layers:
-        if layer.matrices[1:] and layer.matrices[1].cols % block:
-            columns = f"{layer.matrices[1].cols} columns of down in layer {layer.index}"
-            check.wrong(f"{at}.block", "shape", f"{block} does not divide the {columns}")
-            break
-    return Rotation(block, seed)
 
 
 def safe_path(path: str) -> bool:

@@ -26,13 +26,13 @@ from .gpu_modules import FLOATS
 from .linears import FamilyModule, learns
 from .norms import described
 from .packed import PackedLinear, joined
-from .projections import MAPS, NORMS, Place, serve_projections
+from .projections import MAPS, NORMS, Projections, serve_projections
 
 if TYPE_CHECKING:
     from transformers import Cache
 
 
-class GpuPlace(Place):
+class GpuProjections(Projections):
     """The arguments of a module's kernel launch."""
 
     writes_static = True  # of one token
@@ -149,7 +149,7 @@ def _static(cache: object, number: int, dtype: torch.dtype) -> Any:
     return layer if layer.keys.dtype == dtype and layer.values.shape == layer.keys.shape else None
 
 
-def _place(module: FamilyModule, shared: bool) -> GpuPlace | None:
+def _place(module: FamilyModule, shared: bool) -> GpuProjections | None:
     """Return what a module's launch reads; `None` for a module that it does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
@@ -170,7 +170,7 @@ def _place(module: FamilyModule, shared: bool) -> GpuPlace | None:
     if any(f is not None and len(f.weight) != module.head_dim for f in found):
         return None  # of all heads together
     read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
-    return GpuPlace(module, read, found, shared, dtype)
+    return GpuProjections(module, read, found, shared, dtype)
 
 
 def _biased(module: FamilyModule) -> bool:

@@ -165,7 +165,7 @@ class LatentMap(Uncopied):
         self._map = found
         packed = isinstance(found, PackedLinear)
         bias = found.matrix.bias if packed else found.bias is not None
-        unread = packed and (found.version.rotation is not None or found.group is None)
+        unread = packed and found.group is None
         if bias or unread or self.heads * self.each != found.out_features:
             raise ValueError(f"{MAP} is no plain matrix for each head, or the kernels do not read it")
         self.kernel = self._kernel()

@@ -60,7 +60,7 @@ TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
 
 @dataclass(eq=False)
-class Place(Uncopied):
+class Projections(Uncopied):
     """What a kernel reads of one module's projections, and what it makes of them."""
 
     modules: dict[str, FamilyModule]  # the maps and norms; if one is replaced or hooked, the module's own code runs
@@ -97,7 +97,7 @@ class Place(Uncopied):
 
 
 @dataclass(eq=False)
-class _CpuPlace(Place):
+class _CpuProjections(Projections):
     projection: Projection
     addresses: dict[str, int]  # of the norms' weights
 
@@ -118,10 +118,10 @@ class _CpuPlace(Place):
         return query, *((key, value) if cache is None else cache.update(key, value, number, kwargs=others))
 
 
-Places = Callable[[FamilyModule, bool], Place | None]  # from a module, and whether angles are shared
+MakeProjections = Callable[[FamilyModule, bool], Projections | None]  # from a module, and whether angles are shared
 
 
-def serve_projections(model: nn.Module, of: Places | None = None) -> dict[str, int]:
+def serve_projections(model: nn.Module, of: MakeProjections | None = None) -> dict[str, int]:
     """Replace the modules whose projections the kernel reproduces; return how many were changed, by class.
 
     The model's linear maps, norms and attention are served already. `of` makes the places of another device's kernel.
@@ -160,7 +160,7 @@ def _only_for_the_cache(module: nn.Module) -> bool:
     return [step.argval for step in dis.get_instructions(code)].count(NUMBER) == 1
 
 
-def _place(module: FamilyModule, shared: bool) -> _CpuPlace | None:
+def _place(module: FamilyModule, shared: bool) -> _CpuProjections | None:
     """Return what a projection reads, with `shared` angles or not; `None` for a module that the kernel does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
@@ -180,7 +180,7 @@ def _place(module: FamilyModule, shared: bool) -> _CpuPlace | None:
         return None
     read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
     at = {name: norm.weight.data_ptr() for name, norm in zip(NORMS, found, strict=True) if norm is not None}
-    return _CpuPlace(read, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device, projection, at)
+    return _CpuProjections(read, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device, projection, at)
 
 
 @functools.cache
@@ -197,7 +197,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     def forward(self: FamilyModule, *args: object, **kwargs: Any) -> object:
         x = kwargs.get("hidden_states")
         turn = kwargs.get("position_embeddings")
-        place: Place | None = self._moepack_projection
+        place: Projections | None = self._moepack_projection
         if args or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
             return plain(self, *args, **kwargs)
         cache = kwargs.get(cache_name)
@@ -231,7 +231,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     return in_place_of(kind, forward)
 
 
-def _fits(x: object, turn: object, place: Place) -> bool:
+def _fits(x: object, turn: object, place: Projections) -> bool:
     """Whether the kernel takes a pass's input and rotation."""
     if not isinstance(x, Tensor) or not isinstance(turn, tuple) or len(turn) != 2 or x.device != place.device:
         return False
@@ -247,7 +247,9 @@ def _fits(x: object, turn: object, place: Place) -> bool:
     )
 
 
-def _trial(module: FamilyModule, place_of: Places, cache_name: str, rotary: nn.Module) -> tuple[bool, int] | None:
+def _trial(
+    module: FamilyModule, place_of: MakeProjections, cache_name: str, rotary: nn.Module
+) -> tuple[bool, int] | None:
     """Return whether angles are shared, and how many a token has; None if a module's own results differ either way."""
     for shared in (False, True):
         place = place_of(module, shared)
@@ -256,7 +258,7 @@ def _trial(module: FamilyModule, place_of: Places, cache_name: str, rotary: nn.M
     return None
 
 
-def _agrees(module: FamilyModule, place: Place, cache_name: str, rotary: nn.Module) -> bool:
+def _agrees(module: FamilyModule, place: Projections, cache_name: str, rotary: nn.Module) -> bool:
     """Whether a module's own results, and what it leaves in a cache, are those of `place`; its `angles` are set."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.isa import emulated
-from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, rotate, unpack
+from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
 from moepack.runtime.kernels.by_torch import multiply, of_matrix, of_packed
 from moepack.runtime.kernels.token_native import GatedExperts, silu_gate
 
@@ -87,8 +87,6 @@ def rows(call: LayerCall, threads: int | None = None) -> Tensor:
     h = _matrix(call, 0, x, index, many, limits, threads)
     h = module._apply_gate(h) if module.has_gate else module.act_fn(h)
     h = h.contiguous()
-    if experts.of.native is not None and experts.of.native.rotates:
-        rotate(experts.of.native, experts.table, h, index, threads)
     y = _matrix(call, 1, h, index, many, limits, threads)
     if getattr(module, "has_post_expert_norm", False):
         y = module.post_expert_norm(y.to(x.dtype)).contiguous()

@@ -131,8 +131,6 @@ def _forward(call: LayerCall) -> Tensor:
             h = made
             if not fused:
                 h = (module._apply_gate(h) if module.has_gate else module.act_fn(h)).contiguous()
-            if experts.of.rotation is not None:
-                h = experts.of.rotation.run(h, call.index.long().reshape(-1), table, served)
             run(second, second_forms, table, h, y)
     if normed:
         y = module.post_expert_norm(y)

@@ -16,12 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.codec.rotation import turned_back
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.kernels.forms import compiled, handle, make_forms
 from moepack.runtime.kernels.reference import dequantise, plain_weights, section, sections_of
-from moepack.runtime.kernels.rotation import SlotRotation
 from moepack.runtime.policies.placements import CODED, Placement, Where
 from moepack.runtime.step.context import Step, StepOpener
 
@@ -96,10 +94,6 @@ class ServedLayer:
         self.sections = {v.name: sections_of(layer.matrices, v) for v in self.versions}
         self.native = backends.native_layer(layer, self.versions, device)  # the forms that CPU kernels read
         self.backend = backends.backend(device) if compiled(self.versions) else "reference"
-        # Rotates the inputs of `down` on a GPU; None where no version is rotated (on a CPU, `native` has what C reads)
-        self.rotation = None
-        if self.backend == "triton" and any(v.rotation for v in self.versions):
-            self.rotation = SlotRotation(self.versions, layer.matrices[1].cols, device)
         self.tier: HostTier | None = None  # runs experts on the host, beside the device's
         # Numbers of all versions that experts on the device may have under the policy; empty if none ever changes
         self.launched: tuple[int, ...] = ()
@@ -227,7 +221,7 @@ class Snapshot:
         sections = self.of.sections[made.version.name][matrix]
         m = self.of.layer.matrices[matrix]
         stored = dequantise(made.extent, sections, m, made.version.at(matrix), torch.float32)
-        plain: Tensor = turned_back(made.version, matrix, stored)
+        plain: Tensor = stored
         return plain.to(dtype)
 
     def bias(self, expert: int, matrix: int, dtype: torch.dtype) -> Tensor | None:

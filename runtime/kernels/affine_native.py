@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from moepack.pack import isa
-from moepack.pack.codec.rotation import signs
 from moepack.pack.spec import Matrix, Version
 from moepack.pack.trials import open_library
 
@@ -62,15 +61,6 @@ class Combine(ctypes.Structure):
     ]
 
 
-class Rotate(ctypes.Structure):
-    """Rotations of slots' rows, as c/gemm.h describes them."""
-
-    _fields_ = [
-        *((name, WORD) for name in ("slots", "cols", "experts", "versions", "bf16", "threads")),
-        *((name, POINTER) for name in ("index", "handles", "blocks", "signs", "x")),
-    ]
-
-
 def use_level(limit: int = BEST) -> int:
     """Let the library use instruction sets up to `limit` and BEST, indices into LEVELS; return the level in use."""
     global level
@@ -103,7 +93,7 @@ def use_openmp(wanted: bool = True) -> bool:
 library.moepack_affine_threads.argtypes = [POINTER]
 library.moepack_affine_threads.restype = None
 library.moepack_affine_kept.restype = library.moepack_affine_holds.restype = WORD
-library.moepack_affine_release.restype = library.moepack_rotate.restype = None
+library.moepack_affine_release.restype = None
 use_level()
 openmp = use_openmp()
 
@@ -123,13 +113,6 @@ class LayerForms:
         self.unlimited = np.full(len(versions), 1 << 62, np.int64)  # `limits` so high that they include every expert
         self._rows = [np.array([f[i].row() for f in self._forms], np.int64) for i in range(len(self.matrices))]
         self._at = [(int(rows.ctypes.data), rows.strides[0]) for rows in self._rows]
-        self.rotates = any(v.rotation for v in versions)
-        cols = self.matrices[-1].cols
-        found = [np.signbit(signs(cols, v.rotation.seed)) if v.rotation else np.zeros(0, bool) for v in versions]
-        self._signs = [f.astype(np.uint32) << 31 for f in found]
-        # What `rotate` reads by version: the columns of a block, 0 for a plain version, and the addresses of sign bits.
-        self.blocks = np.array([v.rotation.block if v.rotation else 0 for v in versions], np.int64)
-        self.signs = np.array([f.ctypes.data for f in self._signs], np.uint64)
 
     def address(self, matrix: int, version: int = 0) -> int:
         """The address of one matrix's form in a version."""
@@ -207,30 +190,6 @@ def product(
         raise MemoryError(f"no memory for {rows} activations")
     if failed:
         raise forms.unknown(matrix, failed - 2)
-
-
-def rotate(
-    forms: LayerForms, handles: npt.NDArray[np.uint64], x: Tensor, index: Tensor, threads: int | None = None
-) -> None:
-    """Rotate in place the rows of x [slots, cols], the inputs of `down`, whose expert is in a rotated version.
-
-    `x` is float32 or bfloat16 and contiguous; other arguments are as in `product`. Sums are float32.
-    """
-    if x.shape != (index.numel(), forms.matrices[-1].cols) or x.dtype not in DTYPES or not x.is_contiguous():
-        raise ValueError(f"x {x.dtype} {tuple(x.shape)} and {index.numel()} slots do not fit")
-    call = Rotate(
-        *x.shape,
-        len(handles),
-        len(forms.numbers),
-        x.dtype == torch.bfloat16,
-        threads or torch.get_num_threads(),
-        index.data_ptr(),
-        handles.ctypes.data,
-        forms.blocks.ctypes.data,
-        forms.signs.ctypes.data,
-        x.data_ptr(),
-    )
-    library.moepack_rotate(ctypes.byref(call))
 
 
 def kept_bytes(m: Matrix, experts: int, slots: int, activations: int, most: int, threads: int) -> int:

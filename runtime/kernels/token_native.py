@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .affine_native import POINTER, WORD, Combine, Gemm, LayerForms, Rotate, has_tiles, library, unknown_form
+from .affine_native import POINTER, WORD, Combine, Gemm, LayerForms, has_tiles, library, unknown_form
 from .dense_native import MatrixGroup
 from .forms import Norm
 
@@ -29,7 +29,7 @@ class _Project(ctypes.Structure):
 
 
 class _Experts(ctypes.Structure):
-    _fields_ = [("up", Gemm), ("down", Gemm), ("sum", Combine), ("turn", Rotate)]
+    _fields_ = [("up", Gemm), ("down", Gemm), ("sum", Combine)]
 
 
 library.moepack_affine_project.argtypes = library.moepack_affine_experts.argtypes = [POINTER]
@@ -137,8 +137,7 @@ class GatedExperts:
             Gemm(rows=m.rows, cols=m.cols, versions=count, x_bf16=1, out_bf16=1, forms=forms.address(i))
             for i, m in enumerate(forms.matrices)
         )
-        turn = Rotate(blocks=forms.blocks.ctypes.data, signs=forms.signs.ctypes.data) if forms.rotates else Rotate()
-        self._call = _Experts(*each, Combine(cols=down.rows, from_bf16=1, out_bf16=1), turn)
+        self._call = _Experts(*each, Combine(cols=down.rows, from_bf16=1, out_bf16=1))
 
     def run(
         self,

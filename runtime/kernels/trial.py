@@ -16,13 +16,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from moepack.pack.codec import rotation
 from moepack.pack.encodings.base import SCALE_BITS
-from moepack.pack.spec import Matrix, Rotation, Version, encoding_of
+from moepack.pack.spec import Matrix, Version, encoding_of
 
 from . import affine_native as native
 from .dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
 from .forms import compiled_names, handle, make_forms
+from .kv_rows import rotated
 from .reference import dequantise, plain_weights, sections_of
 
 Floats = npt.NDArray[np.float64]
@@ -124,14 +124,12 @@ def _wrong_others(random: np.random.Generator) -> Iterator[str]:
         if _differs(run(x), np.einsum(how, x.double().numpy(), part), ALLOWED[torch.bfloat16]):
             yield f"heads' products, {name}"
     for block in (16, 256):
-        version = Version.of("w4", 64, Rotation(block, 7))
-        forms = native.LayerForms((Matrix("down", 16, 2 * block),), (version,))
+        mixed = np.ones((1, 1))
+        while len(mixed) < block:
+            mixed = np.block([[mixed, mixed], [mixed, -mixed]])
         for dtype, allowed in ALLOWED.items():
-            x = _numbers(random, 5, 2 * block).to(dtype)
-            wanted = rotation.rotate(x.float().numpy(), Rotation(block, 7)).astype(np.float64)
-            index = torch.zeros(5, 1, dtype=torch.int64)
-            native.rotate(forms, np.zeros(1, np.uint64), x, index, threads=1)
-            if _differs(x, wanted, allowed):
+            x = _numbers(random, 5, block).to(dtype)
+            if _differs(rotated(x), x.double().numpy() @ mixed / math.sqrt(block), allowed):
                 yield f"rotation by {block} in {str(dtype).removeprefix('torch.')}"
     for dtype, allowed in ALLOWED.items():
         rows = _numbers(random, 15, MATRIX.cols).to(dtype)

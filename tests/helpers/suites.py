@@ -94,7 +94,6 @@ FEW: dict[str, tuple[str, ...]] = {
     "whole/test_native.py::test_from_checkpoint": ("[fp8 blocks]", "[modelopt nvfp4]", "[deepseek mxfp4]", "[gptq]"),
     "whole/test_native.py::test_dense_matrices_stay": ("[fp8 blocks]",),
     "whole/test_native_served.py::test_paging_gives": ("[fp8 blocks-torch.bfloat16]", "[gptq-torch.float32]"),
-    "whole/test_rotated.py::test_layers_that_mix": ("[native",),
     "runtime/kernels/test_routing_triton.py::test_every_form": ("v3-torch.bfloat16]", "[qwen3-torch.float32]"),
     "moepack/export/test_compressed.py::test_the_library": ("[4-", "[2-symmetric]"),
     "runtime/paging/test_in_place.py::test_an_interrupted": ("[record]",),

@@ -22,7 +22,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import Version
 
 from ..compressed import matrices_of
-from ..targets import MIXED, ROTATED
+from ..targets import MIXED
 from ..values import Values
 from ..zeros import extents, zero_points
 from .file import Type, block_of
@@ -48,8 +48,6 @@ def refusal(bundle: Bundle, version: Version, dense: bool) -> str | None:
     kind = type_of(version)
     if kind is None:
         return "no type of GGUF holds its values: there are bf16, w8 (Q8_0), w4 (Q4_0), w1 (Q1_0) and mxfp4"
-    if version.rotation is not None:
-        return ROTATED
     for where, m in matrices_of(bundle, dense):
         if m.cols % block_of(kind):
             return f"{where} has {m.cols} columns, not whole blocks of {block_of(kind)}"

@@ -209,9 +209,8 @@ class DryRun:
 
         settings = batch_settings(self._recipe)
         batches = expert_batches(layer, settings)
-        blocks = [v.rotation.block for v in settings.versions if v.rotation]
         transposed = bool(self._stream.experts_module(layer.index).is_transposed)
-        few = small_experts(layer, min(PROBED, len(batches[0])), transposed, max([64, *blocks]))
+        few = small_experts(layer, min(PROBED, len(batches[0])), transposed, 64)
         widest, narrow = (max(m.cols for m in x.matrices) for x in (layer, few.layer))
         tokens = self._windows * self._length * self._top_k // layer.experts  # of an expert in a build
         tokens = max(1, tokens * narrow // widest)

@@ -167,18 +167,6 @@ void moepack_rope(const Rope *m);
 /* out [rows][cols] = silu(x[:, :cols]) * x[:, cols:] of BF16 rows, both factors rounded as torch does. */
 void moepack_silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols);
 
-/* Rotates in place the rows of those slots whose expert is in a rotated version (pack/codec/rotation.py). */
-typedef struct {
-    int64_t slots, cols, experts, versions, bf16, threads;
-    const int64_t *index; /* the expert of each slot; slots with an index past the last are skipped */
-    const uint64_t *handles;
-    const int64_t *blocks;        /* by version: columns of a block, a power of two from 16 to 256; 0: not rotated */
-    const uint32_t *const *signs; /* by version: the sign bit of each column */
-    void *x;                      /* [slots, cols] */
-} Rotate;
-
-void moepack_rotate(const Rotate *m);
-
 /* Rotates a row of BF16 or float32 numbers by Hadamard's matrix alone, in blocks of the largest power of two that divides
  * `cols`, from 16 to 256; others stay as they are. Twice, the row is as before. */
 void moepack_hadamard(void *row, int64_t cols, int bf16);

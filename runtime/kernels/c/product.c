@@ -187,12 +187,10 @@ int moepack_affine_project(const Project *m) {
 }
 
 /* A layer's experts with silu gates for few BF16 tokens: two products, and the weighted sum. `up.out`, `down.x`,
- * `down.out` and `sum.from` are set here, and of `turn` all but `blocks` and `signs`; without `blocks` none is rotated.
- * Returns what moepack_affine_product does. */
+ * `down.out` and `sum.from` are set here. Returns what moepack_affine_product does. */
 typedef struct {
     Gemm up, down;
     Combine sum;
-    Rotate turn;
 } Experts;
 
 int moepack_affine_experts(Experts *m) {
@@ -204,12 +202,6 @@ int moepack_affine_experts(Experts *m) {
     int failed = moepack_affine_product(&m->up);
     if (!failed) {
         moepack_silu_gate(room, gated, slots, inner);
-        if (m->turn.blocks) {
-            const Gemm *of = &m->down;
-            const Rotate turn = {slots, inner, of->experts, of->versions, 1, of->threads, of->index, of->handles,
-                                 m->turn.blocks, m->turn.signs, gated};
-            moepack_rotate(&turn);
-        }
         m->down.x = gated, m->down.out = y;
         failed = moepack_affine_product(&m->down);
     }

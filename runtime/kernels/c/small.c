@@ -90,14 +90,13 @@ SMALL void hadamard(float *x, int64_t n) {
             }
 }
 
-SMALL void rotate(void *row, int64_t cols, int64_t block, const uint32_t *signs, int bf16) {
+SMALL void rotate(void *row, int64_t cols, int64_t block, int bf16) {
     const float by = (float)(1.0 / sqrt((double)block));
     float x[256];
     for (int64_t at = 0; at + block <= cols; at += block) {
         uint16_t *narrowed = (uint16_t *)row + at;
         uint32_t *words = (uint32_t *)row + at, turned[256];
         for (int64_t c = 0; c < block; c++) turned[c] = bf16 ? (uint32_t)narrowed[c] << 16 : words[c];
-        for (int64_t c = 0; signs && c < block; c++) turned[c] ^= signs[at + c];
         memcpy(x, turned, sizeof(float) * (size_t)block);
         hadamard(x, block);
         for (int64_t c = 0; c < block; c++) x[c] *= by;
@@ -112,16 +111,16 @@ typedef struct {
     void (*norm)(const Norm *);
     void (*rope)(const Rope *);
     void (*silu_gate)(const uint16_t *, uint16_t *, int64_t, int64_t);
-    void (*rotate)(void *, int64_t, int64_t, const uint32_t *, int);
+    void (*rotate)(void *, int64_t, int64_t, int);
 } Small;
 
 #define SET_OF(name, target) \
     target static void norm_##name(const Norm *m) { norm(m); } \
     target static void rope_##name(const Rope *m) { rope(m); } \
     target static void gate_##name(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) { silu_gate(x, out, rows, cols); } \
-    target static void rotate_##name(void *row, int64_t cols, int64_t block, const uint32_t *signs, int bf16) { \
-        if (block == 256) rotate(row, cols, 256, signs, bf16); /* in a loop of known length, 0.6 of the time */ \
-        else rotate(row, cols, block, signs, bf16); \
+    target static void rotate_##name(void *row, int64_t cols, int64_t block, int bf16) { \
+        if (block == 256) rotate(row, cols, 256, bf16); /* in a loop of known length, 0.6 of the time */ \
+        else rotate(row, cols, block, bf16); \
     } \
     static const Small small_##name = {norm_##name, rope_##name, gate_##name, rotate_##name};
 
@@ -143,7 +142,7 @@ void moepack_small_level(int level) {
 
 void moepack_hadamard(void *row, int64_t cols, int bf16) {
     const int64_t block = least(cols & -cols, 256);
-    if (block >= 16) small->rotate(row, cols, block, 0, bf16);
+    if (block >= 16) small->rotate(row, cols, block, bf16);
 }
 
 void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t cols, int64_t form,
@@ -155,30 +154,3 @@ void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *ou
 void moepack_rope(const Rope *m) { small->rope(m); }
 
 void moepack_silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) { small->silu_gate(x, out, rows, cols); }
-
-typedef struct {
-    const Rotate *m;
-    atomic_llong next;
-} RotateRun;
-
-#define ROTATED 16 /* slots that a thread takes at a time */
-
-static void rotate_some(void *argument) {
-    RotateRun *run = argument;
-    const Rotate *m = run->m;
-    const size_t each = (size_t)m->cols * (m->bf16 ? 2 : 4);
-    int64_t first;
-    while ((first = ROTATED * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->slots)
-        for (int64_t s = first; s < least(first + ROTATED, m->slots); s++) {
-            const int64_t e = m->index[s];
-            const int64_t version = e < 0 || e >= m->experts ? m->versions : (int64_t)(m->handles[e] & 63);
-            if (version < m->versions && m->blocks[version])
-                small->rotate((uint8_t *)m->x + (size_t)s * each, m->cols, m->blocks[version], m->signs[version], (int)m->bf16);
-        }
-}
-
-void moepack_rotate(const Rotate *m) {
-    RotateRun run = {.m = m};
-    atomic_init(&run.next, 0);
-    moepack_parallel(rotate_some, &run, (int)least(m->threads, ceil_div(m->slots, 4 * ROTATED)));
-}

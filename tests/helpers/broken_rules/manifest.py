@@ -84,13 +84,13 @@ def all_without_dense(document):
         document["files"].pop(name)
 
 
-def rotated(version: int, value, *where, key: str = "rotation") -> Do:
-    """A rotation in a version's record, of experts or, with `where`, of others; or another `key` there."""
+def scale_bits(version: int, value, *where) -> Do:
+    """Bits of scales in a version's record, of experts or, with `where`, of others."""
 
     def change(document):
         for part in where:
             document = document[part]
-        document["versions"][version][key] = value
+        document["versions"][version]["scale_bits"] = value
 
     return signs(change)
 
@@ -164,17 +164,9 @@ MANIFESTS: dict[str, tuple[Do, str]] = {
     "another group": (put("versions", 1, "group_size")(48), "encoding"),
     "another zero": (put("versions", 5, "zero")("stored"), "encoding"),
     "symmetric codes of one bit": (put("versions", 5, "zero")("symmetric"), "encoding"),
-    "a rotation of 48 columns": (rotated(1, {"block": 48, "seed": 0}), "range"),
-    "a rotation that does not divide down": (rotated(1, {"block": 16, "seed": 0}), "shape"),
-    "a seed below zero": (rotated(1, {"block": 16, "seed": -1}), "range"),
-    "a seed of 33 bits": (rotated(1, {"block": 16, "seed": 1 << 32}), "range"),
-    "a rotation of no object": (rotated(1, 16), "type"),
-    "a rotation with more": (rotated(1, {"block": 16, "seed": 0, "matrix": "up"}), "keys"),
-    "a rotation of what holds the checkpoint": (rotated(0, {"block": 16, "seed": 0}), "keys"),
-    "dense: a rotation": (rotated(1, {"block": 16, "seed": 0}, "dense"), "keys"),
-    "scales of 4 bits": (rotated(1, 4, key="scale_bits"), "encoding"),
-    "scales of a byte of what holds the checkpoint": (rotated(0, 8, key="scale_bits"), "keys"),
-    "dense: scales of a byte": (rotated(1, 8, "dense", key="scale_bits"), "keys"),
+    "scales of 4 bits": (scale_bits(1, 4), "encoding"),
+    "scales of a byte of what holds the checkpoint": (scale_bits(0, 8), "keys"),
+    "dense: scales of a byte": (scale_bits(1, 8, "dense"), "keys"),
     "a file of no list": (put("files")([]), "type"),
     "an entry of no object": (put("files", CONFIG)([]), "type"),
     "an entry with more": (put("files", CONFIG, "mode")(1), "keys"),

@@ -122,27 +122,8 @@ def values(extent: bytes, layer: dict, version: dict) -> list[list[list[float]]]
             bits = version["bits"] + i
             own = {**version, "bits": bits, "zero": "midpoint" if bits == 1 else version["zero"]}
         out.append((affine_values if affine else released_values)(sections, m["rows"], m["cols"], own))
-        if i == 1 and "rotation" in version:
-            out[i] = [turned_back(row, **version["rotation"]) for row in out[i]]
         if m["bias"]:
             sections.take(2, m["rows"])
-    return out
-
-
-def sign(column: int, seed: int) -> int:
-    h = (seed + 0x9E3779B9 * column) % 2**32
-    h = (h ^ h >> 16) * 0x85EBCA6B % 2**32
-    h = (h ^ h >> 13) * 0xC2B2AE35 % 2**32
-    return -1 if (h ^ h >> 16) % 2 else 1
-
-
-def turned_back(row: list[float], block: int, seed: int) -> list[float]:
-    """A row of W from one of V: V is W with the rows rotated, and the rotation's transpose undoes it."""
-    out = []
-    for c in range(len(row)):
-        first = c // block * block
-        total = sum((-1) ** (j & c - first).bit_count() * row[first + j] for j in range(block))
-        out.append(sign(c, seed) * total / block**0.5)
     return out
 
 

@@ -1,23 +1,19 @@
 """What writers take of a matrix: weights of every affine width, made piece by piece, are the rounded reference."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support import random_matrix
 
 from moepack.export.values import Values, _Packed
-from moepack.pack.spec import Matrix, Rotation, Version
+from moepack.pack.spec import Matrix, Version
 from moepack.pack.values import Expert
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2, 1])
 @pytest.mark.parametrize("cols", [1024, 1000])  # whole groups, and a last one that is cut
-@pytest.mark.parametrize("rotated", [False, True])
-def test_weights_are_the_rounded_reference(bits, cols, rotated):
+def test_weights_are_the_rounded_reference(bits, cols):
     """A matrix of more rows than a piece, and no whole blocks of them."""
     version = Version.of(f"w{bits}", 64)
-    version = replace(version, rotation=Rotation(64 if cols == 1024 else 8)) if rotated else version
     matrices = (Matrix("gate_up", 6, cols), Matrix("down", 270, cols))
     extent = version.encode(matrices, [random_matrix(m, version, i) for i, m in enumerate(matrices)])[0]
     one = Expert(version, matrices, extent, "here")

@@ -98,7 +98,7 @@ def test_the_experts_products(fake):
     matrices, version = (Matrix("gate_up", 64, 32), Matrix("down", 32, 32)), Version.of("w4", 32)
     table = torch.zeros(8, dtype=torch.int64, device=CUDA1)
     layer = SimpleNamespace(
-        layer=ExpertLayer(0, "experts", 8, matrices), device_table=lambda: table, served=[0], rotation=None,
+        layer=ExpertLayer(0, "experts", 8, matrices), device_table=lambda: table, served=[0],
         in_place=None, staged=None, forms={"w4": make_forms(matrices, version)},
     )  # fmt: skip
     layer.of, module = layer, SimpleNamespace(has_gate=True, act_fn=None, _apply_gate=lambda h: h[:, :32])

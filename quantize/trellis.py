@@ -29,6 +29,7 @@ WIDE = 4 * BLOCK  # columns that get the errors of all columns before them in on
 # error by this model.
 ERROR = {2: 0.085, 3: 0.021}
 EDGE = 1.8
+LEAST = 2.0**-40  # the least scale, of weights below 2: of zeros' own, squares of scales and of targets leave float32
 SHARES = (1.1, 1.2, 1.35, 1.5, 1.75, 2.1, 2.5, 3.0, 3.5)
 
 
@@ -68,7 +69,7 @@ def scales(weight: Tensor, factored: Factored, version: Version) -> Tensor:
             wrong.append(beyond + ERROR[version.bits] * by**2)
         best = torch.stack(wrong).argmin(0)
         out.append(deviation * times[best] / trellis.DEVIATION)
-    scale = fix_scale(torch.stack(out, 1), version.scale_bits).float()
+    scale = fix_scale(torch.stack(out, 1).clamp_(min=LEAST), version.scale_bits).float()
     if version.scale_bits == 8:
         scale = scale.maximum(least_beside(scale))
     return scale

@@ -164,6 +164,19 @@ def _fits(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, given: d
     )
 
 
+def keys_read(module: nn.Module, query: Tensor, length: int, mask: Tensor | None, given: dict[str, Any]) -> int:
+    """Return how many of `length` keys "sdpa" reads: of a static cache that was empty, not the room behind a prompt."""
+    tokens = query.shape[2]
+    plain = mask is None and given.get("position_bias") is None
+    return tokens if plain and 1 < tokens < length and in_order(module, given) else length
+
+
+def in_order(module: nn.Module, given: dict[str, Any]) -> bool:
+    """Whether a token without a mask sees the tokens up to its own alone."""
+    ordered = given.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if ordered is None else ordered)
+
+
 SPECIAL = ("softcap", "s_aux", "position_bias", "cache", "sinks")  # options that the kernel does not support
 EAGER = "eager_attention_forward"  # the name of plain attention in a model's own file
 MASKED = -1e30  # numbers of a mask that are below hide a key
@@ -266,6 +279,9 @@ def _of_shared_keys(plain: Attention) -> Attention:
             return plain(module, query, key, value, attention_mask, **kwargs)
         scaling = kwargs.get("scaling")
         shared = getattr(module, "num_key_value_groups", 1)
+        if (read := keys_read(module, query, key.shape[2], attention_mask, kwargs)) < key.shape[2]:
+            key = key[:, :, :read]
+            value = value[:, :, :read]
         if query.shape[2] > 1 and shared > 1 and attention_mask is not None:
             numbers = numbers_of(key)
             made = attend_by_groups(query, numbers, numbers_of(value), attention_mask, scaling)

@@ -28,7 +28,7 @@ from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.kv.latents import MAP, SHARE, SHARE_BF16, expanded_bytes, heads_at_once, most_absorbed, wide
 from moepack.runtime.step.context import current
 
-from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, is_sdpa, with_attention
+from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, in_order, is_sdpa, keys_read, with_attention
 from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .packed import PackedLinear
 from .selection import over_seen, sees_few
@@ -249,6 +249,9 @@ def over_latents(found: Attention) -> Attention:
     ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(key, Latents):
             return found(module, query, key, value, attention_mask, **given)
+        length = key.latent.shape[2]
+        if absorbs and (read := keys_read(module, query, length, attention_mask, given)) < length:
+            key = key.over(key.latent[:, :, :read], key.turned[:, :, :read])
         if absorbs and _usual(module, query, key, attention_mask, given):
             made = key.attend(query, attention_mask, given["scaling"])
             if made is None:
@@ -264,8 +267,6 @@ def over_latents(found: Attention) -> Attention:
 
 def _usual(module: Any, query: Tensor, key: Latents, mask: Tensor | None, given: dict[str, Any]) -> bool:
     """Whether attention of these arguments is what `Latents.attend` computes."""
-    ordered = given.get("is_causal")
-    ordered = getattr(module, "is_causal", True) if ordered is None else ordered
     batch, _, length, _ = key.latent.shape
     tokens = query.shape[2]
     if mask is None:
@@ -279,7 +280,7 @@ def _usual(module: Any, query: Tensor, key: Latents, mask: Tensor | None, given:
         and query.stride(3) == 1
         and given.get("scaling") is not None
         and not given.get("dropout")
-        and (ordered or mask is not None)
+        and (mask is not None or in_order(module, given))
         and not learns(query)
         and not any(given.get(name) is not None for name in (*SPECIAL, "indices"))
     )

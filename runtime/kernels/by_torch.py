@@ -86,12 +86,12 @@ def attend_by_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sc
     Returns:
         [batch, heads, tokens, out].
     """
-    groups = key.shape[1]
-    shared = query.shape[1] // groups
+    shared = query.shape[1] // key.shape[1]
     made = []
-    for group in range(groups):
+    # Rows that are coded are opened by `split`, and not again for each group.
+    for group, held in enumerate(zip(key.split(1, dim=1), value.split(1, dim=1), strict=True)):
         heads = slice(group * shared, (group + 1) * shared)
-        keys, values = (t[:, group : group + 1].expand(-1, shared, -1, -1) for t in (key, value))
+        keys, values = (t.expand(-1, shared, -1, -1) for t in held)
         seen = mask if mask.shape[1] == 1 else mask[:, heads]
         made.append(scaled_dot_product_attention(query[:, heads], keys, values, attn_mask=seen, scale=scale))
     return torch.cat(made, dim=1)

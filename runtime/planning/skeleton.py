@@ -30,7 +30,7 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
-from moepack.runtime.kernels.by_torch import attend_by_groups, bytes_beside
+from moepack.runtime.kernels.by_torch import FLOATS, attend_by_groups, bytes_beside
 from moepack.runtime.kv.forms import PLAIN_KV
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.latents import MAP, SHARE_BF16, expanded_bytes, heads_at_once, most_absorbed, wide
@@ -183,13 +183,18 @@ class Probe:
         for layer in layers:
             module: Any = model.get_submodule(layer.module)
             module._moepack_probe = layer, kind
-        if mode is not None and kind == "native" and backends.serves_dense() and not own:
+        served = mode is not None and kind == "native" and backends.serves_dense() and not own
+        if served:
             self._as_served()
+        # A GPU's attention copies no keys for one token either.
+        stands_in = served or (mode is not None and kind == "triton")
+        self._attention: Callable[[], AbstractContextManager[object]] = _ServedAttention if stands_in else nullcontext
 
     def _as_served(self) -> None:
         """Let attention take what the kernels' does, and not what the family's own code does."""
         for module in latent_layers(self.model):
-            module.expand_kv = functools.partial(_unexpanded, module)
+            if module._modules[MAP].weight.dtype in FLOATS:  # else its own code runs
+                module.expand_kv = functools.partial(_unexpanded, module)
         for module in self.model.modules():
             if getattr(module, "num_key_value_groups", 1) > 1 and _attends_by_sdpa(module):
                 module.num_key_value_groups = 1  # so that keys reach `_ServedAttention` uncopied
@@ -277,7 +282,7 @@ class Probe:
             for config, _ in configs.values():
                 config._experts_implementation_internal = IMPLEMENTATION
             # Not inference mode, in which composite operations are not decomposed.
-            with self._mode, torch.no_grad(), _ServedAttention(), LiveBytes(self.model) as live:
+            with self._mode, torch.no_grad(), self._attention(), LiveBytes(self.model) as live:
                 yield live
         finally:
             for config, before in configs.values():

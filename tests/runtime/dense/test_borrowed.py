@@ -185,6 +185,22 @@ def test_several_tokens_with_a_mask_do_not_copy_keys(dtype):
     assert len(ranked) == 3 and all(keys is key for keys in ranked)
 
 
+def test_a_static_caches_room_is_not_copied():
+    """Of keys behind a prompt torch reads none; with heads this wide transformers copies them for every head first."""
+    module = SimpleNamespace(num_key_value_groups=4, is_causal=True, training=False)
+    query, key = torch.randn(1, 8, 20, 320), torch.randn(1, 2, 700, 320)
+    given = nn.Module()
+    given.register_buffer("query", query)
+    given.register_buffer("key", key)
+    wanted = sdpa_attention_forward(module, query, key, key, None)[0]
+    with LiveBytes(given) as live:
+        made = _of_shared_keys(sdpa_attention_forward)(module, query, key, key, None)[0]
+    assert torch.equal(made, wanted) and live.peak < key.nbytes
+    module.is_causal = False
+    wanted = sdpa_attention_forward(module, query, key, key, None)[0]
+    assert torch.equal(_of_shared_keys(sdpa_attention_forward)(module, query, key, key, None)[0], wanted)
+
+
 def test_only_transformers_own_function_is_replaced():
     """Another one may be registered as "sdpa": it runs, whatever its arguments are. A watched one counts as its own."""
     registry, table = ALL_ATTENTION_FUNCTIONS, {"sdpa": exact}

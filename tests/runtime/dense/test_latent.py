@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import random_model
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
@@ -203,3 +203,17 @@ def test_a_layer_without_an_order_of_tokens_sees_all():
         with torch.no_grad():
             made.append(module(x, position_embeddings=turn, attention_mask=None)[0])
     assert (made[0] - made[1]).abs().max() <= 2**-6 * made[0].abs().max()
+
+
+def test_a_static_caches_room_is_not_expanded(monkeypatch):
+    """The fault: at a prompt, keys and values of all heads were made of the whole cache, beside every budget."""
+    model = attention("plain", torch.bfloat16)
+    serve_attention(model)
+    serve_latents(model)
+    ran = Counted(monkeypatch)
+    ids = torch.arange(40)[None]
+    made = []
+    for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=200)):
+        with torch.no_grad():
+            made.append(model(input_ids=ids, past_key_values=cache).logits)
+    assert torch.equal(*made) and ran.expanded == 2

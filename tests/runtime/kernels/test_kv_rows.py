@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 
+from moepack.runtime.kernels.by_torch import attend_by_groups
 from moepack.runtime.kernels.dense_native import attend
 from moepack.runtime.kernels.kv_rows import GROUPS, CodedRows, coded, opened, plain, row_bytes
 
@@ -134,3 +135,16 @@ def test_anything_else_sees_numbers():
         assert torch.equal(run(rows), run(numbers))
     for a, b in itertools.pairwise((rows, numbers, rows)):
         assert torch.equal(a, b)
+
+
+def test_keys_of_several_groups_are_opened_once(monkeypatch):
+    """The fault: all keys were opened again for each group of heads."""
+    x = torch.randn(1, 4, 9, 32).bfloat16()
+    query = torch.randn(1, 8, 3, 32).bfloat16()
+    mask = torch.ones(1, 1, 3, 9, dtype=torch.bool).tril_(6)
+    rows = CodedRows(coded(x, 8), 32, 8, x.dtype)
+    numbers = plain(rows)
+    count = []
+    monkeypatch.setattr(CodedRows, "numbers", lambda of: count.append(of) or opened(of.rows, 32, of.bits, of.dtype))
+    assert torch.equal(attend_by_groups(query, rows, rows, mask), attend_by_groups(query, numbers, numbers, mask))
+    assert len(count) == 2

@@ -11,6 +11,7 @@ from moepack.families.arguments import cache_in
 from moepack.families.model_class import model_of
 from moepack.runtime.dense.borrowed import serve_attention
 from moepack.runtime.dense.latent import serve_latents
+from moepack.runtime.experts import backends
 from moepack.runtime.kv import latents
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.measure import Workload, _measure
@@ -73,6 +74,16 @@ def test_leaving_out_repeated_layers_changes_no_byte(family, kept, monkeypatch):
     assert made[0] == made[1] and numbers == [kept]
 
 
+def attending(family, shared, dtype):
+    """A model of 16 heads, its layers of experts, and its skeleton."""
+    config = tiny_models.config_of(family, {"num_attention_heads": 16, "num_key_value_heads": shared})
+    torch.manual_seed(0)
+    model = model_of(config, dtype=dtype).eval()
+    found = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
+    layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
+    return model, layers, *skeleton(config, dtype)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kv", ["16", "8"])
 @pytest.mark.parametrize("tokens", [4, 48])
@@ -82,14 +93,8 @@ def test_attention_is_counted_as_it_is_served(family, tokens, kv, batch, monkeyp
     monkeypatch.setattr(latents, "EXPANDED", 1 << 18)
     context = 700
     shared = {"deepseek_v2": 16, "qwen3_moe": 2}
-    changes = {"num_attention_heads": 16, "num_key_value_heads": shared[family]}
-    config = tiny_models.config_of(family, changes)
     device = torch.device("cpu")
-    torch.manual_seed(0)
-    model = model_of(config, dtype=torch.bfloat16).eval()
-    found = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
-    layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
-    made, mode = skeleton(config, torch.bfloat16)
+    model, layers, made, mode = attending(family, shared[family], torch.bfloat16)
     own = Probe(made, layers, device, mode, kv, own=True).headroom([tokens, 1], batch, context)
     counted = Probe(made, layers, device, mode, kv).headroom([tokens, 1], batch, context)
     assert serve_attention(model)
@@ -97,3 +102,19 @@ def test_attention_is_counted_as_it_is_served(family, tokens, kv, batch, monkeyp
     taken = Probe(model, layers, device, kv=kv).headroom([tokens, 1], batch, context)
     assert taken[0] <= counted[0] <= 0.6 * own[0]
     assert taken[1] <= counted[1] <= own[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "shared", "dtype", "kernels"),
+    [("deepseek_v2", 16, torch.float16, "on"), ("qwen3_moe", 2, torch.bfloat16, "off")],
+)
+def test_attention_without_kernels_is_counted_as_its_own(family, shared, dtype, kernels, monkeypatch):
+    """The faults: latents of a dtype that no kernel takes, and one token with kernels off, were counted as served."""
+    monkeypatch.setenv(backends.DENSE, kernels)
+    device = torch.device("cpu")
+    model, layers, made, mode = attending(family, shared, dtype)
+    counted = Probe(made, layers, device, mode).headroom([48, 1], 2, 700)
+    if kernels == "on":
+        assert serve_attention(model) and not serve_latents(model)
+    taken = Probe(model, layers, device).headroom([48, 1], 2, 700)
+    assert taken[0] <= counted[0] and taken[1] <= counted[1]

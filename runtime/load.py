@@ -196,14 +196,18 @@ def _generation_config(name: str | Path, revision: str, token: str | bool | None
 
 
 def _has_on_hub(repo: str, file: str, revision: str, token: str | bool | None) -> bool:
-    """Download a file; return whether the repository has it, or in offline mode the cache."""
-    from huggingface_hub import constants, hf_hub_download
+    """Download a file; return whether the repository has it, or in offline mode the cache.
+
+    Without an answer of the Hub, the cache may say that the repository lacked it.
+    """
+    from huggingface_hub import _CACHED_NO_EXIST, constants, hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         patiently(partial(hf_hub_download, repo, file, revision=revision, token=token))
     except LocalEntryNotFoundError:
-        if constants.HF_HUB_OFFLINE:
+        lacked = try_to_load_from_cache(repo, file, revision=revision) is _CACHED_NO_EXIST
+        if lacked or constants.HF_HUB_OFFLINE:
             return False
         raise
     except EntryNotFoundError:

@@ -218,3 +218,26 @@ def test_errors_name_arguments_in_python_and_flags_on_a_command_line(bundle):
         assert str(error.value).endswith("needs a memory budget: --device-memory")
     both = InputError("a--b: name another --work-dir, or run moepack quantize --fresh --all (--quiet)")
     assert str(both) == "a--b: name another work_dir, or run moepack quantize --fresh --all (quiet)"
+
+
+def test_a_file_that_the_cache_knows_to_be_lacking_needs_no_hub(tmp_path, monkeypatch):
+    """The fault: a bundle in the cache, without a generation configuration, was refused while the Hub was away."""
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    from moepack.runtime.load import _has_on_hub
+
+    def away(*_, **__):
+        raise LocalEntryNotFoundError("no connection")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", away)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    commit = "0" * 40
+    for name, text in ((f".no_exist/{commit}/lacking.json", ""), ("refs/main", commit)):
+        path = tmp_path / "models--a--b" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    assert not _has_on_hub("a/b", "lacking.json", "main", None)
+    with pytest.raises(LocalEntryNotFoundError):
+        _has_on_hub("a/b", "unknown.json", "main", None)

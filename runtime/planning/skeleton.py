@@ -187,8 +187,7 @@ class Probe:
         if served:
             self._as_served()
         # A GPU's attention copies no keys for one token either.
-        stands_in = served or (mode is not None and kind == "triton")
-        self._attention: Callable[[], AbstractContextManager[object]] = _ServedAttention if stands_in else nullcontext
+        self._stands_in = served or (mode is not None and kind == "triton")
 
     def _as_served(self) -> None:
         """Let attention take what the kernels' does, and not what the family's own code does."""
@@ -281,8 +280,9 @@ class Probe:
         try:
             for config, _ in configs.values():
                 config._experts_implementation_internal = IMPLEMENTATION
+            attention: AbstractContextManager[object] = _ServedAttention() if self._stands_in else nullcontext()
             # Not inference mode, in which composite operations are not decomposed.
-            with self._mode, torch.no_grad(), self._attention(), LiveBytes(self.model) as live:
+            with self._mode, torch.no_grad(), attention, LiveBytes(self.model) as live:
                 yield live
         finally:
             for config, before in configs.values():

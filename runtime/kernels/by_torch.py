@@ -72,7 +72,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def attend_by_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None = None) -> Tensor:
-    """Attention by torch, of the heads that share keys at a time, with the bits of all heads together.
+    """Attention by torch, of the heads that share keys at a time; with AVX2, the bits are those of all heads together.
 
     For all together torch copies keys and values for every head, and packs them once more: 1 GiB at 32,768 tokens of 32
     heads of 128 numbers.

@@ -1,4 +1,5 @@
-/* The work of a decoding step between products: normalisations of BF16 rows, gates and rotations of experts' activations.
+/* The work of a decoding step between products: normalisations of BF16 rows, gates of experts' activations, rotations of
+ * rows of KV caches.
  *
  * Sums are float32 in LANES parts, so results differ from torch's in the last bits. runtime/dense/ compares results
  * with a module's before it uses these loops. Loops are compiled for each instruction set, and product.c chooses.

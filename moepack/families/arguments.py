@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,6 +33,25 @@ SAID = (
     "max_length_q",
     "max_length_k",
 )
+
+
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # transformers' table of attention functions, as models' code names it
+
+
+def own_forward(module: nn.Module) -> FunctionType | None:
+    """Return a module's forward without decorators; None if it is not its class's, or no function of Python's."""
+    function = inspect.unwrap(type(module).forward)
+    if "forward" in module.__dict__ or not isinstance(function, FunctionType):
+        return None
+    return function
+
+
+def attends_by_name(module: nn.Module) -> bool:
+    """Whether a module's own code asks transformers' table for its attention function."""
+    function = own_forward(module)
+    if function is None or REGISTRY not in function.__code__.co_names:
+        return False
+    return hasattr(function.__globals__.get(REGISTRY), "get_interface")
 
 
 def bound(signature: inspect.Signature, args: tuple[object, ...], kwargs: Given) -> Given:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moepack.families.arguments import unknown_to_attention
+from moepack.families.arguments import REGISTRY, attends_by_name, own_forward, unknown_to_attention
 from moepack.runtime.kernels.by_torch import attend_by_groups
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup, attend, dense
 from moepack.runtime.kernels.kv_rows import plain as numbers_of
-from moepack.runtime.step.context import current
+from moepack.runtime.step.context import current, observe_attention
 
 from .linears import in_place_of, learns, most_tokens, with_name
 from .selection import over_seen, sees_few
@@ -30,7 +30,6 @@ from .values import Trials
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers has such functions by name
 CLOSE = 2.0**-6  # the greatest difference allowed between two results, as a share of their greatest number
-REGISTRY = "ALL_ATTENTION_FUNCTIONS"
 SDPA = "transformers.integrations.sdpa_attention"
 
 
@@ -45,17 +44,9 @@ class _Names:
         return getattr(self._of, name)
 
 
-def _own_code(module: nn.Module) -> types.FunctionType | None:
-    """Return a module's forward without decorators; None if it is not its class's, or no function of Python's."""
-    function = inspect.unwrap(type(module).forward)
-    if "forward" in module.__dict__ or not isinstance(function, types.FunctionType):
-        return None
-    return function
-
-
 def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
     """Return a module's own code if it reads this global name, not yet replaced; else `None`."""
-    function = _own_code(module)
+    function = own_forward(module)
     if function is None or isinstance(function.__globals__.get(name), _Names):
         return None
     return function if name in function.__code__.co_names else None
@@ -285,9 +276,7 @@ def _of_shared_keys(plain: Attention) -> Attention:
         if query.shape[2] > 1 and shared > 1 and attention_mask is not None:
             numbers = numbers_of(key)
             made = attend_by_groups(query, numbers, numbers_of(value), attention_mask, scaling)
-            step = current()
-            if step is not None and step.importance is not None:  # it ranks tokens by their keys
-                step.importance.saw(module, query, numbers, attention_mask, kwargs)
+            observe_attention(module, query, numbers, attention_mask, kwargs)
             return made.transpose(1, 2).contiguous(), None
         if (
             query.shape[2] == 1
@@ -320,14 +309,6 @@ def with_attention(kind: Any, change: Callable[[Attention], Attention]) -> Calla
     """Return a class's forward, in which `change` has been given each attention function."""
     of = inspect.unwrap(kind.forward).__globals__[REGISTRY]
     return with_name(kind.forward, REGISTRY, _Registry(of, change))
-
-
-def attends_by_name(module: nn.Module) -> bool:
-    """Whether a module's own code asks transformers' table for its attention function."""
-    function = _own_code(module)
-    if function is None or REGISTRY not in function.__code__.co_names:
-        return False
-    return hasattr(function.__globals__.get(REGISTRY), "get_interface")
 
 
 @functools.cache

@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moepack.families.arguments import attends_by_name
 from moepack.runtime.kernels.affine_native import has_tiles
 from moepack.runtime.kernels.by_torch import Weights, multiply, of_matrix, of_packed
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
 from moepack.runtime.kernels.kv_rows import plain as numbers_of
-from moepack.runtime.kv.latents import MAP, SHARE, SHARE_BF16, expanded_bytes, heads_at_once, most_absorbed, wide
-from moepack.runtime.step.context import current
+from moepack.runtime.kv.latents import MAP, SHARE, SHARE_BF16, LatentSizes, heads_at_once
+from moepack.runtime.step.context import observe_attention
 
-from .borrowed import CLOSE, SPECIAL, Attention, attends_by_name, in_order, is_sdpa, keys_read, with_attention
+from .borrowed import CLOSE, SPECIAL, Attention, in_order, is_sdpa, keys_read, with_attention
 from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .packed import PackedLinear
 from .selection import over_seen, sees_few
@@ -137,9 +138,9 @@ class Latents:
         batch, _, length, turned = self.turned.shape
         flat = self.latent.reshape(batch * length, -1)
         rotated = numbers_of(self.turned)
-        size = expanded_bytes(batch * length, of.first, turned, of.second, flat.element_size())
-        some = heads_at_once(of.heads, size)
-        zeros = wide(of.first, turned, of.second) - of.second
+        sizes = of.sizes(turned)
+        some = heads_at_once(of.heads, sizes.expanded_bytes(batch * length, flat.element_size()))
+        zeros = sizes.wide - of.second
         for head in range(0, of.heads, some):
             heads = min(some, of.heads - head)
             made = flat.new_empty(len(flat), heads * of.each)
@@ -193,7 +194,11 @@ class LatentMap(Uncopied):
     def most_absorbed(self, rotated: int) -> int:
         """Return the most new tokens for which latents are not expanded."""
         share = SHARE_BF16 if has_tiles(torch.bfloat16) else SHARE
-        return most_absorbed(self.rank, self.first, rotated, self.second, share)
+        return self.sizes(rotated).most_absorbed(share)
+
+    def sizes(self, rotated: int) -> LatentSizes:
+        """Return the layer's sizes, with `rotated` numbers of a key that all heads share."""
+        return LatentSizes(self.rank, rotated, self.first, self.second)
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return the map, [rank, heads, first + second]."""
@@ -256,9 +261,7 @@ def over_latents(found: Attention) -> Attention:
             made = key.attend(query, attention_mask, given["scaling"])
             if made is None:
                 made = key.by_heads(plain, module, query, attention_mask, given)
-            step = current()
-            if step is not None and step.importance is not None:  # it ranks tokens by the keys of all heads
-                step.importance.saw(module, query, (keys for keys, _ in key.parts()), attention_mask, given)
+            observe_attention(module, query, (keys for keys, _ in key.parts()), attention_mask, given)
             return made, None
         return found(module, query, *key.expanded(), attention_mask, **given)
 

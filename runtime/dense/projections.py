@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from moepack.families.arguments import CACHE_NAMES
+from moepack.families.arguments import CACHE_NAMES, REGISTRY
 from moepack.runtime.kernels.token_native import Projection
 
-from .borrowed import CLOSE, REGISTRY, Attention
+from .borrowed import CLOSE, Attention
 from .linears import FEW, FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .norms import described
 from .packed import PackedLinear

@@ -22,7 +22,7 @@ from transformers import AttentionInterface
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import ExpertLayer
-from moepack.runtime.step.context import current
+from moepack.runtime.step.context import observe_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -232,9 +232,7 @@ def _watched(run: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(run)  # who asks whose function it is, as for kernels that stand in for transformers' own, is told
     def forward(*args: Any, **given: Any) -> object:
         out = run(*args, **given)
-        step = current()
-        if step is not None and step.importance is not None:  # set by ForwardWrapper.step for a prompt
-            step.importance.saw(*_called(*args, **given))
+        observe_attention(*_called(*args, **given))
         return out
 
     forward.is_watched = True  # type: ignore[attr-defined]

@@ -1,6 +1,8 @@
-"""How many heads' keys and values a latent layer expands at a time; dense/latent.py does so, and plans count by it."""
+"""Sizes of a latent layer, and how many heads are expanded at a time, as dense/latent.py does it and plans count it."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 EXPANDED = 64 << 20  # bytes of expanded keys and values at a time; one head's at least
 # New tokens up to which latents are not expanded, as a share of those for which both ways multiply as often. With BF16
@@ -10,28 +12,36 @@ SHARE = 0.5
 MAP = "kv_b_proj"  # the name of the map from latents to keys and values
 
 
-def wide(first: int, rotated: int, second: int) -> int:
-    """Return the numbers of a head's keys and of its values, which get zeros up to the width of keys."""
-    return max(first + rotated, second)
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Numbers of a token's latent and of its part with positions, and of a head's key from the latent and its value."""
 
+    rank: int
+    rotated: int
+    first: int
+    second: int
 
-def expanded_bytes(tokens: int, first: int, rotated: int, second: int, itemsize: int) -> int:
-    """Return the bytes of one head's product with `tokens` latents, and of the keys and values copied from it."""
-    return tokens * (first + second + 2 * wide(first, rotated, second)) * itemsize
+    @property
+    def wide(self) -> int:
+        """Numbers of a head's key and of its value, which gets zeros up to the width of keys."""
+        return max(self.first + self.rotated, self.second)
+
+    def expanded_bytes(self, tokens: int, itemsize: int) -> int:
+        """Return the bytes of one head's product with `tokens` latents, and of the keys and values copied from it."""
+        return tokens * (self.first + self.second + 2 * self.wide) * itemsize
+
+    def most_absorbed(self, share: float) -> int:
+        """Return the most new tokens for which latents are not expanded.
+
+        `share` is their part of the tokens for which both ways multiply as often.
+        """
+        absorbed = 2 * self.rank + self.rotated
+        expanded = self.first + self.second + self.rotated
+        if absorbed <= expanded:
+            return 1 << 30
+        return int(share * self.rank * (self.first + self.second) / (absorbed - expanded))
 
 
 def heads_at_once(heads: int, size: int) -> int:
     """Return how many of `heads` heads are expanded at a time, of `size` bytes each."""
     return max(1, min(heads, EXPANDED // max(1, size)))
-
-
-def most_absorbed(rank: int, first: int, rotated: int, second: int, share: float) -> int:
-    """Return the most new tokens for which latents are not expanded.
-
-    `share` is their part of the tokens for which both ways multiply as often.
-    """
-    absorbed = 2 * rank + rotated
-    expanded = first + second + rotated
-    if absorbed <= expanded:
-        return 1 << 30
-    return int(share * rank * (first + second) / (absorbed - expanded))

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.moe import ExpertsInterface
 
-from moepack.families.arguments import cache_in, with_cache
+from moepack.families.arguments import attends_by_name, cache_in, with_cache
 from moepack.families.model_class import model_of
 from moepack.pack.spec import ExpertLayer, Matrix
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels.by_torch import FLOATS, attend_by_groups, bytes_beside
 from moepack.runtime.kv.forms import PLAIN_KV
 from moepack.runtime.kv.growing import layer_bits, new_cache
-from moepack.runtime.kv.latents import MAP, SHARE_BF16, expanded_bytes, heads_at_once, most_absorbed, wide
+from moepack.runtime.kv.latents import MAP, SHARE_BF16, LatentSizes, heads_at_once
 from moepack.runtime.kv.sizes import cache_bytes, sliding_window, storages
 
 from .fixed import KvShape
@@ -313,31 +311,18 @@ def latent_layers(model: torch.nn.Module) -> Iterator[Any]:
 
 def _attends_by_sdpa(module: Any) -> bool:
     """Whether a module asks transformers' table for its attention function, and gets "sdpa"."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    by_name = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-    return by_name and getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
-
-
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """The numbers of a latent and of its part with positions, and of a head's key from the latent and its value."""
-
-    rank: int
-    rotated: int
-    first: int
-    second: int
-    coded: bool
+    config = getattr(module, "config", None)
+    return attends_by_name(module) and getattr(config, "_attn_implementation", None) == "sdpa"
 
 
 def _unexpanded(module: Any, latent: Tensor, turned: Tensor) -> tuple[Tensor, Tensor]:
     """Return the shapes of keys and values of all heads, which take no memory (`_ServedAttention`)."""
     batch, _, length, rotated = turned.shape
-    coded = type(latent) not in (Tensor, FakeTensor)
-    sizes = _Sizes(latent.shape[3], rotated, module.qk_nope_head_dim, module.v_head_dim, coded)
+    sizes = LatentSizes(latent.shape[3], rotated, module.qk_nope_head_dim, module.v_head_dim)
     heads = module._modules[MAP].out_features // (sizes.first + sizes.second)
     nothing = torch.empty(1, dtype=turned.dtype, device=turned.device)
     keys: Any = nothing.expand(batch, heads, length, sizes.first + rotated)
-    keys._moepack_latents = sizes
+    keys._moepack_latents = sizes, type(latent) not in (Tensor, FakeTensor)
     return keys, nothing.expand(batch, heads, length, sizes.second)
 
 
@@ -351,9 +336,9 @@ class _ServedAttention(TorchFunctionMode):
         given = dict(kwargs or {})
         if function is torch.nn.functional.scaled_dot_product_attention:
             query, key, value = args[:3]
-            sizes = getattr(key, "_moepack_latents", None)
-            if sizes is not None:
-                return _over_latents(query, key.shape[2], sizes)
+            latents = getattr(key, "_moepack_latents", None)
+            if latents is not None:
+                return _over_latents(query, key.shape[2], *latents)
             mask = given.get("attn_mask")
             if mask is None and query.shape[2] == 1 and query.dtype == torch.bfloat16:
                 return query.new_empty(*query.shape[:3], value.shape[3])  # by the kernel, from keys where they are
@@ -364,24 +349,23 @@ class _ServedAttention(TorchFunctionMode):
         return function(*args, **given)
 
 
-def _over_latents(query: Tensor, length: int, sizes: _Sizes) -> Tensor:
+def _over_latents(query: Tensor, length: int, sizes: LatentSizes, coded: bool) -> Tensor:
     """Allocate the most that either way of attention takes; return a result, [batch, heads, tokens, second]."""
     batch, heads, tokens, _ = query.shape
     item = query.element_size()
-    first, rotated, second, rank = sizes.first, sizes.rotated, sizes.second, sizes.rank
-    expanded = expanded_bytes(batch * length, first, rotated, second, item)
+    expanded = sizes.expanded_bytes(batch * length, item)
     some = heads_at_once(heads, expanded)
-    packed = 2 * batch * length * wide(first, rotated, second) * item  # by torch's kernel, of a head's keys and values
+    packed = 2 * batch * length * sizes.wide * item  # by torch's kernel, of a head's keys and values
     copied = 0  # numbers of coded latents beside a copy of their codes, or several sequences' latents in one matrix
-    if sizes.coded or batch > 1:
-        copied = batch * length * (rank + rotated) * (item + 2 * sizes.coded)
-    by_heads = some * (expanded + packed) + copied + bytes_beside(batch * length, rank)
-    by_heads += batch * tokens * heads * second * item  # results of some heads, before they are joined
+    if coded or batch > 1:
+        copied = batch * length * (sizes.rank + sizes.rotated) * (item + 2 * coded)
+    by_heads = some * (expanded + packed) + copied + bytes_beside(batch * length, sizes.rank)
+    by_heads += batch * tokens * heads * sizes.second * item  # results of some heads, before they are joined
     absorbed = 0
-    if tokens <= most_absorbed(rank, first, rotated, second, SHARE_BF16):
-        absorbed = batch * tokens * heads * (first + 2 * rank + second) * item
+    if tokens <= sizes.most_absorbed(SHARE_BF16):
+        absorbed = batch * tokens * heads * (sizes.first + 2 * sizes.rank + sizes.second) * item
     beside = query.new_empty(max(by_heads, absorbed), dtype=torch.uint8)
-    out = query.new_empty(batch, heads, tokens, second)
+    out = query.new_empty(batch, heads, tokens, sizes.second)
     del beside
     return out
 

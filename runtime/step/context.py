@@ -251,6 +251,15 @@ def current() -> Step | None:
     return _context.step
 
 
+def observe_attention(
+    module: object, query: Tensor, key: Tensor | Iterable[Tensor], mask: Tensor | None, given: dict[str, object]
+) -> None:
+    """Let the running step's heavy hitters, if it ranks any, see an attention layer's call, as `HeavyHitters.saw`."""
+    step = _context.step
+    if step is not None and step.importance is not None:
+        step.importance.saw(module, query, key, mask, given)
+
+
 def step_of(model: object) -> Step | None:
     """Return the running step of a model in this thread."""
     step = _context.step

@@ -3,8 +3,9 @@
     python -m benchmarks.cache [--checkpoint MODEL --data FILE...]
 
 The loss is the divergence from the lossless version with a plain cache, in float32, so that it is not rounding; the row
-`w4` has a plain cache and all experts in 4 bits. Times are one attention layer's, as in benchmarks/depth.py: all forms
-take turns in one run on one thread, and are medians of processor time.
+`w4` has a plain cache and all experts in 4 bits. Times are of one attention layer of a released model's shape, with
+random weights and a cache that is filled in at random: attention reads it all the same. All forms take turns in one
+run on one thread, and are medians of processor time, which other programs on the machine do not lengthen.
 """
 
 from __future__ import annotations
@@ -12,14 +13,23 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from benchmarks.common import Row, Target, built, finish, model_arguments, texts
-from benchmarks.depth import LAYERS, filled, one_layer, served, turns
+from benchmarks.common import Row, Target, built, finish, in_turns, model_arguments, texts
 from moepack.reports.evaluate import evaluate
+from moepack.runtime.dense import linears
+from moepack.runtime.dense.borrowed import serve_attention
+from moepack.runtime.dense.latent import serve_latents
+from moepack.runtime.dense.norms import serve_norms
+from moepack.runtime.dense.projections import serve_projections
 from moepack.runtime.kernels.kv_rows import row_bytes
 from moepack.runtime.kv.forms import FORMS, PLAIN_KV
 from moepack.runtime.kv.growing import grow_in_place, layer_bits, new_cache
@@ -28,6 +38,82 @@ from moepack.runtime.planning.options import LoadOptions
 
 ROUNDS = 15
 HEAD = 128  # numbers of a key of most released models
+COMMON = {"num_hidden_layers": 1, "vocab_size": 64, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0}
+COMMON |= {"hidden_size": 2048, "moe_intermediate_size": 32, "max_position_embeddings": 65536}
+LAYERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-30B-A3B, grouped": (
+        "qwen3_moe",
+        {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 4},
+    ),
+    "DeepSeek-V2-Lite, latent": (
+        "deepseek_v3",
+        {
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
+}
+
+
+def served(model: Any) -> Any:
+    """Let the kernels run the model's dense half, as loading a bundle does."""
+    experts = [SimpleNamespace(module=name) for name, _ in model.named_modules() if name.endswith(".experts")]
+    bundle: Any = SimpleNamespace(layers=experts, manifest=SimpleNamespace(dense=()))
+    linears.serve(model, bundle, (), compiled=True)
+    serve_norms(model)
+    serve_attention(model)
+    serve_latents(model)
+    serve_projections(model)
+    return model
+
+
+def filled(model: Any, depth: int) -> Any:
+    """A cache of `depth` tokens of random keys and values, as this layer's code keeps them."""
+    cache = DynamicCache(config=model.config)
+    module = model.model.layers[0].self_attn
+    x = torch.randn(1, 2, model.config.hidden_size).bfloat16()
+    turn = model.model.rotary_emb(x, torch.arange(2)[None])
+    mask = torch.ones(1, 1, 2, 2, dtype=torch.bool).tril_()
+    with torch.no_grad():
+        module(hidden_states=x, position_embeddings=turn, attention_mask=mask, cache=cache)
+    layer: Any = cache.layers[0]
+    for name in ("keys", "values"):
+        like = getattr(layer, name)
+        setattr(layer, name, torch.randn(*like.shape[:-2], depth, like.shape[-1]).bfloat16())
+    return cache
+
+
+def one_layer(name: str) -> Any:
+    """A model of one layer of LAYERS, with random weights."""
+    kind, facts = LAYERS[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(COMMON | facts))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+
+
+def turns(model: Any, caches: Mapping[str, Any], depth: int) -> dict[str, list[float]]:
+    """Milliseconds of a processor for a new token in a layer, by form of its cache.
+
+    The first round, in which a cache is copied to where it has room, does not count.
+    """
+    x = torch.randn(1, 1, model.config.hidden_size).bfloat16()
+    turned = model.model.rotary_emb(x, torch.tensor([[depth]]))
+    given = {"hidden_states": x, "position_embeddings": turned, "attention_mask": None}
+
+    def prepared(cache: Any, number: int) -> Callable[[], object]:
+        return partial(model.model.layers[0].self_attn, **given, cache=cache)
+
+    with torch.no_grad():
+        took = in_turns({kv: partial(prepared, cache) for kv, cache in caches.items()}, ROUNDS, time.process_time)
+    return {kv: [1e3 * seconds for seconds in times] for kv, times in took.items()}
 
 
 def losses(bundle: Path, data: list[str], windows: int, length: int) -> list[Row]:
@@ -54,7 +140,7 @@ def times(name: str, depth: int) -> list[Row]:
         caches[kv] = new_cache(model, layer_bits(model, kv))
         caches[kv].update(plain.layers[0].keys, plain.layers[0].values, 0)
         grow_in_place(caches[kv], depth + 2 * ROUNDS)
-    took = turns({kv: (model, cache) for kv, cache in caches.items()}, depth, ROUNDS)
+    took = turns(model, caches, depth)
     rows = []
     for kv, cache in caches.items():
         layer: Any = cache.layers[0]

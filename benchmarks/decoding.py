@@ -136,22 +136,13 @@ def _window(model: PreTrainedModel, ids: Tensor, prompt: int, out: Decoded) -> T
     return torch.stack(logits)
 
 
-@dataclass(frozen=True, slots=True)
-class Passes:
-    """Seconds of a prompt's pass, and of each token's after it."""
-
-    prefill: float
-    decode: list[float]
-
-
-def passes(model: PreTrainedModel, prompt: list[int], steps: int) -> Passes:
-    """Read a prompt at once, and then the prompt's tokens again one by one, `steps` of them."""
-    run = reading(model, logits_to_keep=1)
+def timed(run: Callable[[Tensor], Tensor], parts: Sequence[list[int]]) -> list[float]:
+    """Seconds of a pass of `reading` over each part of a text."""
     spent = []
     with torch.inference_mode():
-        for part in (prompt, *([prompt[i % len(prompt)]] for i in range(steps))):
+        for part in parts:
             ids = torch.tensor([part])
             began = time.perf_counter()
             run(ids)
             spent.append(time.perf_counter() - began)
-    return Passes(spent[0], spent[1:])
+    return spent

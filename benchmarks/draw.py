@@ -1,12 +1,13 @@
-"""Bring the picture and the tables of the documentation up to date.
+"""Bring the pictures and the tables of the documentation up to date.
 
-    python -m benchmarks.draw [--out DIR]    the picture, into docs/images/ or elsewhere
+    python -m benchmarks.draw [--out DIR]    the pictures, into docs/images/ or elsewhere
     python -m benchmarks.draw --tables       the tables, into the documents (benchmarks/tables/)
 
-The picture is of a model larger than memory: tokens a second against the limit, with divergences beside the points,
-from benchmarks/results/*.json. Divergence is what the same bits cost on a trained model (results/peers.json): the
-generated one has none worth naming. The picture has a background of its own, so that it reads the same on a light and
-on a dark page, and letters that are still legible at half the width. The others in docs/images are drawings.
+limited.svg is of a model larger than memory: tokens a second against the limit, with divergences beside the points.
+Divergence is what the same bits cost on a trained model (results/peers.json): the generated one has none worth naming.
+contexts.svg is of decoding by the depth of the context. Both come from benchmarks/results/*.json, and have a background
+of their own, so that they read the same on a light and on a dark page, and letters that are still legible at half the
+width. The others in docs/images are drawings.
 """
 
 from __future__ import annotations
@@ -101,6 +102,39 @@ def drawn(rows: Sequence[Row], known: Mapping[str, float]) -> Figure:
     return figure
 
 
+def by_depth(rows: Sequence[Row]) -> Figure:
+    """The picture of decoding by depth, a field a model: moepack's line, and llama.cpp's."""
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, fields = plt.subplots(
+        2, -(-len(models) // 2), figsize=(10, 6.2), facecolor=PAPER, layout="constrained", sharex=True, sharey=True
+    )
+    depths = sorted({row["depth"] for row in rows})
+    for axis, model in zip(fields.flat, models, strict=False):
+        plain_axes(axis)
+        mine = [row for row in rows if row["model"] == model]
+        for who, colour, mark in (("moepack", OURS, "o-"), ("llama.cpp", THEIRS, "s--")):
+            known = [row for row in mine if f"{who}, decode" in row]
+            rates = [row[f"{who}, decode"] for row in known]
+            axis.plot([row["depth"] for row in known], rates, mark, color=colour, linewidth=2, markersize=8, label=who)
+        axis.set_title(f"{model}, {mine[0]['attention']}", fontsize=13, color=INK, loc="left", weight="bold")
+        axis.set_xscale("log")
+        axis.set_yscale("log")
+        axis.set_xticks(depths, [f"{depth:,}" for depth in depths], minor=False)
+        axis.set_xticks([], minor=True)
+        axis.set_yticks([5, 10, 20, 50, 100], ["5", "10", "20", "50", "100"], minor=False)
+        axis.set_yticks([], minor=True)
+        axis.margins(x=0.15, y=0.1)
+    for axis in fields.flat[len(models) :]:
+        axis.axis("off")
+    handles = fields.flat[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, fontsize=13, loc="outside upper right", ncols=2)
+    figure.supxlabel("tokens in the context", fontsize=13, color=INK)
+    figure.supylabel("decoded tokens a second, four layers", fontsize=13, color=INK)
+    return figure
+
+
 def plain_axes(axis: Axes) -> None:
     """Axes without a box, lines behind the points."""
     axis.set_facecolor(PAPER)
@@ -111,33 +145,38 @@ def plain_axes(axis: Axes) -> None:
     axis.set_axisbelow(True)
 
 
-def draw(out: Path) -> Path:
-    """Draw the picture into a directory; returns its file."""
+def draw(out: Path) -> list[Path]:
+    """Draw the pictures into a directory; returns their files."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     out.mkdir(parents=True, exist_ok=True)
-    file = out / "limited.svg"
+    files = []
     with plt.rc_context({"font.family": "DejaVu Sans", "svg.hashsalt": "moepack", "path.simplify": True}):
-        figure = drawn(results("limited")["rows"], divergences(results("peers")["rows"]))
-        figure.savefig(file, dpi=100, facecolor=PAPER, metadata={"Date": None})
-        plt.close(figure)
-    return file
+        pictures = {
+            "limited.svg": drawn(results("limited")["rows"], divergences(results("peers")["rows"])),
+            "contexts.svg": by_depth(results("contexts")["rows"]),
+        }
+        for name, figure in pictures.items():
+            figure.savefig(out / name, dpi=100, facecolor=PAPER, metadata={"Date": None})
+            plt.close(figure)
+            files.append(out / name)
+    return files
 
 
 def main() -> None:
     """Parse arguments, draw or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=IMAGES, help="where it goes")
+    parser.add_argument("--out", type=Path, default=IMAGES, help="where they go")
     parser.add_argument("--tables", action="store_true", help="write the tables instead")
     args = parser.parse_args()
     if args.tables:
         for path in DOCUMENTS:
             path.write_text(with_tables(path.read_text(), path))
         return
-    print(draw(args.out))
+    print(*draw(args.out), sep="\n")
 
 
 if __name__ == "__main__":

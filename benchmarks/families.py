@@ -8,6 +8,7 @@ checkpoint, built (rounding to nearest), loaded and held against the plain model
 after it and of three more, and every parameter outside the experts, towers for images and sound among them. In float32,
 in a budget, logits are the same. In BF16, by the model and by the server's engine, their error against float32 is at
 most MORE times plain BF16's, where all are given the choices made in float32: of experts, and of an indexer's tokens.
+With their own choices, decoder layers in one call have the bits of their parts.
 """
 
 from __future__ import annotations
@@ -247,6 +248,8 @@ def _served(checkpoint: Path, bundle: Path, example: Path) -> dict[str, str]:
                 ours = moepack.load(bundle, policy="static:bf16", dtype=torch.bfloat16, kv=kv)
             except InputError:  # no layer has a cache that grows
                 continue
+        if not torch.equal(_in_one_call(ours, ids), _in_one_call(ours, ids, layers=False)):
+            raise AssertionError(f"a cache of {kv} bits: layers in one call have other bits than their parts")
         for way, served in (("", False), (" served", True)):
             differs = Passes.of(ours, ids, want.choices, served).error(want)
             if not differs <= most * rounding:
@@ -310,6 +313,22 @@ class Passes:
     def error(self, want: Passes) -> float:
         """The difference of the logits, as a share of the norm of those wanted."""
         return float((self.logits - want.logits).norm() / want.logits.norm())
+
+
+def _in_one_call(model: CausalModel, ids: Tensor, layers: bool = True) -> Tensor:
+    """Logits of a model over `ids` with its own choices, with decoder layers in one call or part by part."""
+    from unittest.mock import patch
+
+    import torch
+
+    from moepack.runtime.dense.watched import Watched
+
+    run = reading(model)
+    with contextlib.ExitStack() as stack:
+        if not layers:
+            stack.enter_context(patch.object(Watched, "unchanged", lambda watched, layer: False))
+        stack.enter_context(torch.inference_mode())
+        return torch.cat([run(part) for part in ids.split(TOKENS, dim=1)], dim=1)
 
 
 def _by_engine(model: CausalModel) -> Callable[[Tensor], Tensor]:

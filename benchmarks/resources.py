@@ -1,28 +1,22 @@
 """What each GPU kernel that the runtime can launch takes: registers, stack, shared memory, and the width of its loads.
 
-    python -m benchmarks.resources [--quick] [--write]
+    python -m benchmarks.resources [--quick]
     python -m benchmarks.resources --loops
-    python -m benchmarks.resources --rocm [--write]
 
 Needs no GPU: kernels are compiled for six architectures, with what is known of a launch's numbers when it is launched.
 A cell is registers a thread / bytes of stack a thread / bytes of shared memory / bytes of the least load of weights.
-Compared with the committed table (results/gpu-resources.csv), which `--write` writes anew: more stack than 16 bytes,
-more shared memory than there is, and with the table's Triton more registers or narrower loads are missed targets.
-`--quick` compiles the worst variants of each architecture. Triton keeps what it compiled. `--loops` counts
-the instructions that a thread takes for a weight in the loop of the kernel for few tokens, and its barriers, on sm_90.
-`--rocm` compiles those for BF16 activations for AMD's CDNA 3 and RDNA 3. A cell of its table is vector registers of a
-thread / of those kept in memory / bytes of shared memory, or why it is not compiled; nothing is held to it.
+More stack than 16 bytes, more shared memory than there is, and loads of weights narrower than 2 bytes are missed
+targets. All variants take hours on two cores; `--quick` compiles those that took the most registers and shared memory.
+Triton keeps what it compiled. `--loops` counts the instructions that a thread takes for a weight in the loop of the
+kernel for few tokens, and its barriers, on sm_90.
 """
 
 from __future__ import annotations
 
-import ast
-import csv
-import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -40,19 +34,10 @@ from benchmarks.kernels import launches
 from moepack.runtime.kernels import (
     affine_triton,
     attend_triton,
-    exponent_triton,
     gemv_triton,
-    many_triton,
-    routing_triton,
-    step_triton,
-    switch_triton,
 )
 
-TABLE = Path(__file__).parent / "results" / "gpu-resources.csv"
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
-ROCM = {"gfx942": 64, "gfx1100": 32}  # threads of a wavefront
-ROCMS_TABLE = TABLE.with_name("gpu-resources-rocm.csv")
-ROCMS_SHARED = 64  # KiB
 STACK = 16  # bytes of a thread that a variant may keep on its stack: 63 of 2,520 keep 8 or 16
 FORMS = (  # what shipped recipes make or keep, and what the kernels read in a way of its own
     ("bf16", 0), ("w8", 128), ("w4", 128), ("w4", 64), ("w3", 128), ("w3", 64), ("w2", 64), ("w1", 64), ("mxfp4", 32),
@@ -79,6 +64,16 @@ LADDERS = (  # of shipped recipes: one launch for all their versions; the first 
     (("bf16", 0), ("w4d5", 128), ("w3d4", 128), ("w2d3", 128), ("w1d2", 128)),
     (("bf16", 0), *SMALL[4:8]),
 )
+QUICK = (  # what took the most registers, stack and shared memory of all variants, on one architecture or another
+    "w2d3-128 bf16 gated 8x32x1024",
+    "w3-64 fp32 gated 32x64x64",
+    "w4-64 fp32 plain 32x128x64",
+    "fp8row fp32 plain 32x128x128",
+    "fp8row fp32 gated 32x64x128",
+    "switch bf16+w4-128+w3-128+w2-64+w1-64 fp32 gated 1536x2048, 8 warps",
+    "step routing many 16x512 bf16",
+    "step attend 128 masked fp32",
+)
 TYPES = {
     torch.uint8: "u8",
     torch.uint16: "u16",
@@ -100,16 +95,11 @@ class Taken:
     shared: int
     load: int  # 0 where no weights are read by a kernel of experts
 
-    @staticmethod
-    def of(cell: str) -> Taken:
-        """The reverse of `str`."""
-        return Taken(*map(int, cell.split("/")))
-
     def __str__(self) -> str:
         return "/".join(map(str, astuple(self)))
 
 
-Compile = Callable[[int | str], Any]  # from a compute capability, or AMD's architecture, to Triton's compiled kernel
+Compile = Callable[[int], Any]  # from a compute capability to Triton's compiled kernel
 
 
 def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Compile:
@@ -128,13 +118,12 @@ def compiled(kernel: JITFunction[Any], args: tuple[Any, ...], named: Mapping[str
         if special and (kind is None or (kind == "i32" and value % 16 == 0)):
             known[(at,)] = [["tt.divisibility", 16]]
 
-    def compile_for(of: int | str) -> Any:
-        pairs = not isinstance(of, str) and of // 10 in affine_triton.PAIRS
+    def compile_for(of: int) -> Any:
+        pairs = of // 10 in affine_triton.PAIRS
         source = ASTSource(
             kernel, signature, {**constants, **({"PAIRS": pairs} if "PAIRS" in constants else {})}, known
         )
-        target = GPUTarget("hip", of, ROCM[of]) if isinstance(of, str) else GPUTarget("cuda", of, 32)
-        return triton.compile(source, target, options)
+        return triton.compile(source, GPUTarget("cuda", of, 32), options)
 
     return compile_for
 
@@ -249,56 +238,17 @@ def _least_load(ptx: str) -> int:
     return min(sizes, default=0)
 
 
-def digest() -> str:
-    """Of what the kernels do, without docstrings and comments, so that a table of other kernels is known."""
-    of_experts = gemv_triton, many_triton, exponent_triton, switch_triton
-    modules = *of_experts, routing_triton, attend_triton, step_triton
-    found = [v.src for m in modules for v in vars(m).values() if isinstance(v, JITFunction)]
-    trees = [ast.parse(source) for source in found]
-    for function in (f for tree in trees for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)):
-        function.body = function.body[ast.get_docstring(function) is not None :]
-    return hashlib.sha256("".join(map(ast.dump, trees)).encode()).hexdigest()[:16]
-
-
-def committed() -> tuple[dict[tuple[str, int], Taken], str, str]:
-    """The committed table, the version of Triton that made it, and the digest of the kernels."""
-    head, *rows = csv.reader(TABLE.read_text().splitlines())
-    made, of, *names = head
-    table = {(" ".join(row[:2]), int(n)): Taken.of(c) for row in rows for n, c in zip(names, row[2:], strict=True)}
-    return table, made, of
-
-
-def worst(table: Mapping[tuple[str, int], Taken]) -> list[tuple[str, int]]:
-    """Of each architecture, the variants that take the most registers and the most shared memory."""
-    out = []
-    for capability in SHARED:
-        mine = [(astuple(taken), taken.shared, key) for key, taken in table.items() if key[1] == capability]
-        out += [max(mine)[-1], max((shared, key) for _, shared, key in mine)[-1]]
-    return list(dict.fromkeys(out))
-
-
 def judged(now: Mapping[tuple[str, int], Taken]) -> list[Target]:
     """What the kernels are held to."""
-    table, made, _ = committed()
-    same = made == triton.__version__
-    wide = [k for k, t in now.items() if same and k in table and t.load < table[k].load]
-    more = [k for k, t in now.items() if same and k in table and t.registers > table[k].registers]
-    counts: Iterable[tuple[str, int]] = (
-        (f"variants with more stack than {STACK} bytes", sum(t.stack > STACK for t in now.values())),
-        ("variants that pass the shared memory", sum(t.shared > SHARED[k[1]] << 10 for k, t in now.items())),
-        (f"variants with more registers than in the table: {more[:3]}", len(more)),
-        (f"variants with narrower loads than in the table: {wide[:3]}", len(wide)),
-    )
-    return [Target(name, n, 0, "lower") for name, n in counts]
-
-
-def write(now: Mapping[tuple[str, int], Taken]) -> None:
-    """Write the table."""
-    with TABLE.open("w", newline="") as file:
-        out = csv.writer(file, lineterminator="\n")
-        out.writerow([triton.__version__, digest(), *SHARED])
-        for name in variants():
-            out.writerow([*name.split(" ", 1), *(now[name, capability] for capability in SHARED)])
+    stacked = [key for key, taken in now.items() if taken.stack > STACK]
+    large = [key for key, taken in now.items() if taken.shared > SHARED[key[1]] << 10]
+    narrow = [key for key, taken in now.items() if taken.load == 1]
+    counts = {
+        f"variants with more stack than {STACK} bytes": stacked,
+        "variants that pass the shared memory": large,
+        "variants that load weights byte by byte": narrow,
+    }
+    return [Target(f"{name}: {keys[:3]}" if keys else name, len(keys), 0, "lower") for name, keys in counts.items()]
 
 
 def show_loops(json: Path | None) -> None:
@@ -311,67 +261,20 @@ def show_loops(json: Path | None) -> None:
     raise SystemExit(not all(t.met for t in targets))
 
 
-def on_rocm(compiles: Compile, of: str) -> str:
-    """A cell of ROCm's table."""
-    try:
-        kernel = compiles(of)
-    except Exception as error:  # of any kind, from Triton's passes
-        return f"not compiled: {next(iter(str(error).splitlines()), type(error).__name__)[:80]}"
-    code = kernel.asm["amdgcn"]
-    registers, spilled, shared = (
-        int(max(re.findall(rf"\.{name}:\s+(\d+)", code), key=int))
-        for name in ("vgpr_count", "vgpr_spill_count", "group_segment_fixed_size")
-    )
-    return f"{registers}/{spilled}/{max(shared, kernel.metadata.shared)}"
-
-
-def show_rocm(written: bool, json: Path | None) -> None:
-    """Compile every variant for ROCm's architectures; print, and write or compare the table."""
-    served = {name: made for name, made in variants().items() if not re.search(r"\bfp(16|32) ", f"{name} ")}
-    now = [[*name.split(" ", 1), *(on_rocm(made, of) for of in ROCM)] for name, made in served.items()]
-    if written:
-        with ROCMS_TABLE.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([[triton.__version__, digest(), *ROCM], *now])
-    rows: list[Row] = []
-    for at, of in enumerate(ROCM, 2):
-        cells = [[int(n) for n in row[at].split("/")] for row in now if not row[at].startswith("not")]
-        row: Row = {"architecture": of, "variants": len(now), "not compiled": len(now) - len(cells)}
-        row["with registers in memory"] = sum(spilled > 0 for _, spilled, _ in cells)
-        row["past its shared memory"] = sum(shared > ROCMS_SHARED << 10 for *_, shared in cells)
-        rows.append(row)
-    other = next(csv.reader(ROCMS_TABLE.read_text().splitlines()))[1] != digest()
-    targets = [Target("tables of other kernels: --write", int(other), 0, "lower")]
-    finish("kernels on AMD's GPUs", rows, targets, json)
-    raise SystemExit(other)
-
-
 def main() -> None:
     """Compile, compare, print."""
     parser = arguments(__doc__)
-    parser.add_argument("--write", action="store_true", help="write the table anew")
     parser.add_argument("--loops", action="store_true", help="count instructions a weight instead")
-    parser.add_argument("--rocm", action="store_true", help="compile for AMD's architectures instead")
     args = parser.parse_args()
     if args.loops:
         show_loops(args.json)
-    if args.rocm:
-        show_rocm(args.write, args.json)
-    of = variants()
-    keys = worst(committed()[0]) if args.quick else [(name, c) for name in of for c in SHARED]
-    now = {(name, c): taken(of[name](c)) for name, c in keys}
-    if args.write and not args.quick:
-        write(now)
+    every = variants()
+    names = QUICK if args.quick else tuple(every)
+    now = {(name, capability): taken(every[name](capability)) for name in names for capability in SHARED}
     targets = judged(now)
-    table, _, made_of = committed()
-    others = len({n for n, _ in table} ^ of.keys())
-    targets.append(Target("variants that the table has in vain or lacks", others, 0, "lower"))
-    targets.append(Target("tables of other kernels: --write", int(made_of != digest()), 0, "lower"))
-    rows: list[Row] = [
-        {"kernel": n, **{f"sm_{c}": str(now[n, c]) for c in SHARED if (n, c) in now}}
-        for n in dict.fromkeys(n for n, _ in keys)
-    ]
+    rows: list[Row] = [{"kernel": name, **{f"sm_{c}": str(now[name, c]) for c in SHARED}} for name in names]
     finish("registers / stack / shared / load", rows, targets, args.json)
-    raise SystemExit(not all(t.met for t in targets))
+    raise SystemExit(not all(target.met for target in targets))
 
 
 if __name__ == "__main__":

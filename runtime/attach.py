@@ -125,8 +125,10 @@ def _replaced_on_gpu(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
 def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     """Let the compiled kernels run norms, routers and attention; return the number of modules of each class."""
     from moepack.runtime.dense.borrowed import serve_attention, serve_routers
+    from moepack.runtime.dense.decoder_layers import serve_layers
     from moepack.runtime.dense.indexer import serve_indexers
     from moepack.runtime.dense.latent import serve_latents
+    from moepack.runtime.dense.latent_projections import serve_latent_projections
     from moepack.runtime.dense.linear_attention import serve_linear_attention
     from moepack.runtime.dense.norms import serve_norms
     from moepack.runtime.dense.projections import serve_projections
@@ -135,7 +137,8 @@ def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     routers = serve_routers(model, [layer.module for layer in bundle.layers])
     attention = serve_attention(model) | serve_latents(model) | serve_linear_attention(model)
     attention |= serve_indexers(model)
-    return norms | routers | attention | serve_projections(model)
+    attention |= serve_projections(model) | serve_latent_projections(model)
+    return norms | routers | attention | serve_layers(model)
 
 
 def _hand_over(

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, build, finish, in_turns, lower_quartile
-from benchmarks.decoding import Passes, passes
+from benchmarks.decoding import reading, timed
 from moepack.pack.spec import ExpertLayer, Matrix
 
 from .layers import NAMED, RELEASED, SIZES, VERSIONS, Pool, module_like, routed, torch_forward
@@ -158,15 +158,15 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
         for version in versions:
             models[version] = moepack.load(bundle, policy=f"static:{version}")
         prompt = torch.randint(1, 4000, (512,), generator=torch.Generator().manual_seed(0)).tolist()
-        steps = 16
-        times: dict[str, list[Passes]] = {name: [] for name in models}
+        parts = [prompt, *([token] for token in prompt[:16])]
+        times: dict[str, list[list[float]]] = {name: [] for name in models}
         for _ in range(runs + 1):
             for name, model in models.items():
-                times[name].append(passes(model, prompt, steps))
+                times[name].append(timed(reading(model, logits_to_keep=1), parts))
     rates = {
         name: {
-            "decode": 1 / statistics.median(second for one in of[1:] for second in one.decode),
-            "prefill": len(prompt) / statistics.median(one.prefill for one in of[1:]),
+            "decode": 1 / statistics.median(second for _, *tokens in of[1:] for second in tokens),
+            "prefill": len(prompt) / statistics.median(first for first, *_ in of[1:]),
         }
         for name, of in times.items()
     }

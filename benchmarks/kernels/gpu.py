@@ -21,7 +21,8 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts.gpu import forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
 from moepack.runtime.kernels.affine_triton import DECODE
-from moepack.runtime.kernels.routing_triton import Routing, fits, route
+from moepack.runtime.kernels.forms import Routing
+from moepack.runtime.kernels.routing_triton import fits, route
 
 from .layers import module_like
 

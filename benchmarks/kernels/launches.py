@@ -18,8 +18,8 @@ from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels import affine_triton, attend_triton, exponent_triton, step_triton, switch_triton
-from moepack.runtime.kernels.forms import Norm, make_forms
-from moepack.runtime.kernels.routing_triton import Routing, Tally, route
+from moepack.runtime.kernels.forms import Norm, Routing, make_forms
+from moepack.runtime.kernels.routing_triton import Tally, route
 
 Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]  # kernel, arguments, named arguments
 # Qwen3-30B-A3B's layers

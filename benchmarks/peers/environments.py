@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from .worker import PeerError
 LLAMA = "llama-cpp"
 LLAMA_AVX2 = "llama-cpp-avx2"
 PROGRAM = "llama-cpp-python==0.3.36"
-REQUIREMENTS = (PROGRAM, "gguf==0.19.0", "numpy")
+BESIDE = ("gguf==0.19.0", "numpy")
 FLAGS = {  # what it is compiled with, by the name of its environment
     LLAMA: "-DGGML_NATIVE=ON",
     LLAMA_AVX2: "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON",
@@ -39,7 +40,12 @@ def cache() -> Path:
 def _stamp(name: str) -> dict[str, object]:
     """What an environment that is used again must have been made from."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return {"requirements": list(REQUIREMENTS), "env": {"CMAKE_ARGS": FLAGS[name]}, "python": version}
+    return {
+        "requirements": [PROGRAM, *BESIDE],
+        "source": "kept",  # older environments have none
+        "env": {"CMAKE_ARGS": FLAGS[name]},
+        "python": version,
+    }
 
 
 def installed(name: str) -> Path | None:
@@ -71,12 +77,35 @@ def environment(name: str, install: bool = True) -> Path:
     except (OSError, subprocess.CalledProcessError) as error:
         raise PeerError(f"{where} cannot be made: {error}") from None
     python = where / "bin" / "python"
+    unpacked = _unpacked(python, where / "archive")
     # Without pip's cache: it would hand out what was compiled before, with whatever flags.
-    pip = [str(python), "-m", "pip", "install", "--no-cache-dir", "--no-input", "--no-binary", "llama-cpp-python"]
-    _run([*pip, *REQUIREMENTS], {**os.environ, "CMAKE_ARGS": FLAGS[name]})
+    pip = [str(python), "-m", "pip", "install", "--no-cache-dir", "--no-input"]
+    _run([*pip, str(unpacked), *BESIDE], {**os.environ, "CMAKE_ARGS": FLAGS[name]})
+    shutil.move(unpacked / "vendor" / "llama.cpp", source(name))
+    shutil.rmtree(where / "archive")
     _run([str(python), "-c", "import llama_cpp"], dict(os.environ))
     (where / "installed.json").write_text(json.dumps(_stamp(name)) + "\n")
     return python
+
+
+def source(name: str) -> Path:
+    """Where llama.cpp's source is in an environment: its converter of checkpoints is in no package."""
+    return cache() / name / "source"
+
+
+def _unpacked(python: Path, into: Path) -> Path:
+    """llama-cpp-python's source, unpacked into a folder that there was not."""
+    pip = [str(python), "-m", "pip", "download", "--no-input", "--no-deps", "--no-binary", "llama-cpp-python"]
+    _run([*pip, "--dest", str(into), PROGRAM], dict(os.environ))
+    (archive,) = into.iterdir()
+    try:
+        with tarfile.open(archive) as file:
+            file.extractall(into, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        raise PeerError(f"{archive} cannot be unpacked: {error}") from None
+    archive.unlink()
+    (unpacked,) = into.iterdir()
+    return unpacked
 
 
 def _run(command: Sequence[str], env: Mapping[str, str]) -> None:

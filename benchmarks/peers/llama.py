@@ -4,6 +4,7 @@ llama-cpp-python, gguf and NumPy, and not torch; what it is asked comes from the
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import time
@@ -100,9 +101,12 @@ class Model:
         context, batch: tokens of a text, and of a pass.
         count: threads.
         repacked: whether weights are copied into llama.cpp's own layout, or stay as they stand in the mapped file.
+        flash: whether attention is its fused kernel; None leaves the choice to it.
     """
 
-    def __init__(self, path: str, context: int, batch: int, count: int, repacked: bool) -> None:
+    def __init__(
+        self, path: str, context: int, batch: int, count: int, repacked: bool, flash: bool | None = None
+    ) -> None:
         self._llama = llama = importlib.import_module("llama_cpp")
         llama.llama_backend_init()
         asked = llama.llama_model_default_params()
@@ -117,6 +121,9 @@ class Model:
         wanted.n_batch = batch
         wanted.n_ubatch = batch
         wanted.n_threads = wanted.n_threads_batch = count
+        wanted.swa_full = False  # layers with a window keep the window, as in llama.cpp's own programs
+        if flash is not None:
+            wanted.flash_attn_type = int(flash)
         self._context = llama.llama_init_from_model(self._model, wanted)
         if not self._context:
             llama.llama_model_free(self._model)
@@ -143,17 +150,17 @@ class Model:
         self._llama.llama_model_free(self._model)
 
 
-def open_model(key: str, path: str, repacked: bool) -> None:
+def open_model(key: str, path: str, repacked: bool, context: int = CONTEXT, flash: bool | None = None) -> None:
     """Load a GGUF file, its weights repacked or as they stand."""
-    _models[key] = Model(path, CONTEXT, PROMPT, threads(), repacked)
+    _models[key] = Model(path, context, PROMPT, threads(), repacked, flash)
 
 
-def run_model(key: str, prompt: list[int], steps: int) -> Row:
-    """Seconds of a prompt's pass, and of each token after it."""
+def read(key: str, parts: list[list[int]], afresh: bool) -> list[float]:
+    """Seconds of a pass over each part of a text, which goes on, or begins afresh."""
     model = _models[key]
-    model.clear()
-    prefill = model.decode(prompt)
-    return {"prefill": prefill, "decode": [model.decode([prompt[i % len(prompt)]]) for i in range(steps)]}
+    if afresh:
+        model.clear()
+    return [model.decode(part) for part in parts]
 
 
 def close_model(key: str) -> None:
@@ -186,6 +193,17 @@ def quantised(path: str, out: str, encoding: str) -> float:
     return kind.bits
 
 
+def quantise_file(source: str, out: str, encoding: str) -> None:
+    """Write a GGUF file's matrices in one type, all of them."""
+    llama = importlib.import_module("llama_cpp")
+    asked = llama.llama_model_quantize_default_params()
+    asked.ftype = getattr(llama, f"LLAMA_FTYPE_MOSTLY_{encoding}")
+    asked.pure = True
+    asked.nthread = threads()
+    if status := llama.llama_model_quantize(source.encode(), out.encode(), ctypes.byref(asked)):
+        raise RuntimeError(f"llama_model_quantize ended with status {status}")
+
+
 def versions() -> dict[str, str]:
     """What this side is."""
     llama = importlib.import_module("llama_cpp")
@@ -195,4 +213,4 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    answer({f.__name__: f for f in (open_model, run_model, close_model, quantised, versions)})
+    answer({f.__name__: f for f in (open_model, read, close_model, quantised, quantise_file, versions)})

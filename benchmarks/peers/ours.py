@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
 
 import torch
 
 from benchmarks.common import Row
-from benchmarks.decoding import passes
+from benchmarks.decoding import reading, timed
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels.affine_native import LEVELS, level, openmp
 
 from .worker import answer, threads
 
 _models: Row = {}
+_texts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {}
 
 
 def open_model(key: str, bundle: str, version: str, dense: str | None) -> None:
@@ -25,9 +26,11 @@ def open_model(key: str, bundle: str, version: str, dense: str | None) -> None:
     _models[key] = load(bundle, policy=f"static:{version}", dense=dense)
 
 
-def run_model(key: str, prompt: list[int], steps: int) -> Row:
-    """Seconds of a prompt's pass, and of each token after it."""
-    return asdict(passes(_models[key], prompt, steps))
+def read(key: str, parts: list[list[int]], afresh: bool) -> list[float]:
+    """Seconds of a pass over each part of a text, which goes on, or begins afresh."""
+    if afresh:
+        _texts[key] = reading(_models[key], logits_to_keep=1)
+    return timed(_texts[key], parts)
 
 
 def close_model(key: str) -> None:
@@ -35,6 +38,7 @@ def close_model(key: str) -> None:
     import gc
 
     model = _models.pop(key)
+    _texts.pop(key, None)
     if hasattr(model, "moepack"):
         model.moepack.close()
     del model
@@ -49,4 +53,4 @@ def tune() -> str:
 
 if __name__ == "__main__":
     torch.set_num_threads(threads())
-    answer({f.__name__: f for f in (open_model, run_model, close_model, tune)})
+    answer({f.__name__: f for f in (open_model, read, close_model, tune)})

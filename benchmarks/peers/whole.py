@@ -76,6 +76,7 @@ def _rates(opened: dict[str, tuple[Worker, bool]], steps: int, seconds: float, t
     """Rows of the sides that are open. One that fails meanwhile is a row that says why, and leaves `opened`."""
     rows: list[Row] = []
     prompt = [(37 * i + 11) % 4000 for i in range(PROMPT)]
+    parts = [prompt, *([token] for token in prompt[:steps])]
     prefill: dict[str, list[float]] = {name: [] for name in opened}
     decode: dict[str, list[float]] = {name: [] for name in opened}
     began = time.monotonic()
@@ -83,14 +84,14 @@ def _rates(opened: dict[str, tuple[Worker, bool]], steps: int, seconds: float, t
     while turns < 3 or (time.monotonic() - began < seconds and turns < 16):
         for name, (worker, _) in list(opened.items()):
             try:
-                got = worker.call("run_model", key=name, prompt=prompt, steps=steps)
+                first, *others = worker.call("read", key=name, parts=parts, afresh=True)
             except PeerError as error:
                 rows.append({"threads": threads, "side": name, "not measured": str(error)})
                 del opened[name]
                 continue
             if turns:
-                prefill[name].append(got["prefill"])
-                decode[name] += got["decode"]
+                prefill[name].append(first)
+                decode[name] += others
         turns += 1
     rates = {
         name: {

@@ -59,15 +59,6 @@ def released_kernels() -> str:
 
 
 @shown
-def depth() -> str:
-    """A decoded token of one attention layer by the context's length: ours, and the family's own code."""
-    rows = results("depth")["rows"]
-    layers = dict.fromkeys(f"{row['layer']}: ours, own" for row in rows)
-    cells = ((f"{row['depth']:,}", [f"{row['ours ms']:.1f}, {row['own ms']:.3g}"]) for row in rows)
-    return joined(["tokens in the cache", *layers], cells)
-
-
-@shown
 def cache() -> str:
     """What a cache in fewer bits costs and gains, by form."""
     rows = results("cache")["rows"]

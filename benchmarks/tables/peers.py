@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.common import Row
 
-from .common import joined, results, shown, table
+from .common import joined, ratio, results, shown, table
 
 
 def _peers(part: str) -> list[Row]:
@@ -71,3 +71,19 @@ def _limited(name: str) -> str:
         cells = [f"{v:.3g}" if isinstance(v := row.get(key, ""), float) else str(v) for key in columns.values()]
         out.append([f"{row['cage GB']:g}", _own(row["side"]), *cells])
     return table(["limit, GB", "side", *columns], out)
+
+
+@shown
+def contexts() -> str:
+    """Tokens a second of whole models by depth of the context: moepack's, and how much more than llama.cpp's."""
+    rows = results("contexts")["rows"]
+    first, *later = sorted({row["depth"] for row in rows})
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        cells = found.setdefault(f"{row['model']}, {row['attention']}", [])
+        for what in ("decode", "prompt") if row["depth"] != first else ("decode",):
+            rate = row[f"moepack, {what}"]
+            over = row.get(f"{what} over llama.cpp's")
+            cells.append(f"{rate:.3g}" if over is None else f"{rate:.3g} ({ratio(over)})")
+    heads = [f"decode at {first:,}", *(f"{what} at {depth:,}" for depth in later for what in ("decode", "prompt"))]
+    return table(["model and attention", *heads], [[name, *cells] for name, cells in found.items()])

@@ -1,6 +1,7 @@
 """Routers and attention of a served model on a CPU: the modules' own code, with one global name replaced in it.
 
-In a router, `F.linear` becomes the kernels' product. In attention, `ALL_ATTENTION_FUNCTIONS` gives a function that runs
+A router that kernels reproduce (routers.py) takes two calls: its product, and its choice. In another router, `F.linear`
+becomes the kernels' product. In attention, `ALL_ATTENTION_FUNCTIONS` gives a function that runs
 the kernel, and the requested function otherwise: in the place of "sdpa" for a single new token, and of a family's own
 "eager" function, which copies keys for each head that shares them, for all tokens. Several new tokens of "sdpa" attend
 by torch, without such copies. A module whose code does not read these names stays as it is, and so does one whose
@@ -12,21 +13,26 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from moepack.families.arguments import REGISTRY, attends_by_name, own_forward, unknown_to_attention
+from moepack.runtime.kernels.affine_native import DTYPES
 from moepack.runtime.kernels.by_torch import attend_by_groups
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup, attend, dense
 from moepack.runtime.kernels.kv_rows import plain as numbers_of
+from moepack.runtime.kernels.token_native import Choices, rows_by
 from moepack.runtime.step.context import current, observe_attention
 
-from .linears import in_place_of, learns, most_tokens, with_name
+from .linears import Uncopied, in_place_of, learns, most_tokens, with_name
+from .routers import RouterForm, router_of, routers_of
 from .selection import over_seen, sees_few
-from .values import Trials
+from .values import Trials, keeps, plain_values
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers has such functions by name
 CLOSE = 2.0**-6  # the greatest difference allowed between two results, as a share of their greatest number
@@ -53,26 +59,95 @@ def _reads(module: nn.Module, name: str) -> types.FunctionType | None:
 
 
 def serve_routers(model: nn.Module, experts: Sequence[str]) -> dict[str, int]:
-    """Let the kernels compute the linear maps of BF16 routers; return the number of routers changed, by class.
+    """Let the kernels compute routers, or at least the linear maps of BF16 ones; return the number changed, by class.
 
     The model is on a CPU with loaded weights. `experts` names the modules of experts; routers are their siblings.
     """
     tried = Trials[bool]()
+    found = Trials[RouterForm]()
     most = most_tokens()
     for name in experts:
-        for last, module in model.get_submodule(name.rpartition(".")[0]).named_children():
-            weight = getattr(module, "weight", None)
+        for module in routers_of(model, name):
+            weight = module.weight
             function = _reads(module, "F")
-            if last not in ("gate", "router") or function is None or not isinstance(weight, Tensor):
+            if function is None or weight.dtype not in DTYPES or not weight.is_contiguous():
                 continue
-            if weight.dtype != torch.bfloat16 or weight.dim() != 2 or not weight.is_contiguous():
-                continue
-            shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach(), most))
             kind: Any = type(module)
-            own = with_name(kind.forward, "F", shim)
-            if tried.count(module, _agree(module, own, most)):
-                module.__class__ = in_place_of(kind, own)
+            wide = weight.dtype == torch.float32
+            own = kind.forward
+            ways: list[Callable[..., object]] = []
+            if not wide:
+                shim = _Names(function.__globals__["F"], linear=_router_linear(weight.detach(), most))
+                own = with_name(kind.forward, "F", shim)
+                ways = [own]
+            router = found.result(module, functools.partial(router_of, module, _tries, in_order=True))
+            of = None
+            if router is not None and not (wide and getattr(module, "bias", None) is not None):
+                of = NativeRouter(module, router, most)
+                ways = [_routing(own, of), *ways]
+            agreed = next((way for way in ways if _agree(module, way, most)), None)
+            if of is not None and agreed is ways[0]:
+                of.flattens = _flattens(module)
+                module._moepack_router = of
+            if tried.count(module, agreed is not None):
+                assert agreed is not None
+                module.__class__ = in_place_of(kind, agreed)
     return tried.done()
+
+
+def _tries(router: RouterForm, logits: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield the kernel's choices for all tokens."""
+    yield slice(None), *Choices(router.form, logits.shape[1], logits.dtype, router.gates).choose(logits, bias)
+
+
+class NativeRouter(Uncopied):
+    """What the kernels read of a router, and how they choose."""
+
+    flattens = False  # whether it returns rows of tokens for texts [batch, tokens] too
+
+    def __init__(self, module: Any, router: RouterForm, most: int) -> None:
+        """Take a router by which is known what it computes, and the most tokens of a call."""
+        rows, cols = module.weight.shape
+        self._bias = getattr(module, "bias", None)
+        self._read = plain_values(module)
+        self._at = module.weight.data_ptr()
+        self.router = router
+        self.most = most
+        weight = module.weight.detach()
+        self.matrix: MatrixGroup | Tensor = weight
+        if weight.dtype == torch.bfloat16:
+            limits = {dtype: [most] for dtype in DTYPES}
+            self.matrix = MatrixGroup([KernelMatrix(PLAIN_FORM, rows, cols, weight, self._bias)], limits)
+        of_bf16 = weight.dtype == torch.bfloat16 and not router.wide
+        self.choices = Choices(router.form, rows, torch.bfloat16 if of_bf16 else torch.float32, router.gates)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return logits [tokens, experts] of x, bfloat16 [tokens, hidden]."""
+        if isinstance(self.matrix, Tensor):
+            return rows_by(self.matrix, x.float().contiguous())
+        return dense(self.matrix, x.float() if self.router.wide else x)[0]
+
+    def holds(self, module: Any) -> bool:
+        """Whether the module's weights are still those that the kernels read, its numbers and flags as they were."""
+        same = module.weight.data_ptr() == self._at and getattr(module, "bias", None) is self._bias
+        return same and keeps(module, self._read)
+
+
+def _routing(own: Callable[..., Any], of: NativeRouter) -> Callable[..., object]:
+    """Return a router's forward for few tokens: its product and its choice by one call each; else `own` runs."""
+
+    @functools.wraps(own)
+    def forward(self: Any, x: Tensor) -> object:
+        few = (x.dim() == 2 or of.flattens) and x.dtype == torch.bfloat16 and 0 < x.numel() <= of.most * x.shape[-1]
+        watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()  # by who may choose in its place
+        if not few or watched or not of.holds(self) or learns(x, *self.parameters(False)):
+            return own(self, x)
+        router = of.router
+        logits = of.logits(x.reshape(-1, x.shape[-1]))
+        index, gates = of.choices.choose(logits, router.bias(self))
+        return logits if logits.dtype is router.logits else logits.to(router.logits), gates, index
+
+    return forward
 
 
 def _router_linear(weight: Tensor, most: int) -> Callable[..., Tensor]:
@@ -104,6 +179,16 @@ def _agree(module: nn.Module, own: Callable[..., object], most: int) -> bool:
         return False
 
 
+def _flattens(module: Any) -> bool:
+    """Whether a router returns rows of tokens for a text [batch, tokens] too."""
+    x = torch.randn(2, module.weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+    try:
+        with torch.no_grad():
+            return _near(module(x), module(x[None]))
+    except Exception:  # of any kind, from a family's code
+        return False
+
+
 def _near(wanted: object, got: object) -> bool:
     """Whether two results of a router have tensors of the same shapes, and the first floats differ by rounding."""
     wanted, got = (found if isinstance(found, tuple) else (found,) for found in (wanted, got))
@@ -129,9 +214,18 @@ class _Registry(_Names):
         return self._change(self._of[name])
 
 
+@functools.lru_cache(64)
 def is_sdpa(found: Attention) -> bool:
     """Whether an attention function is transformers' own "sdpa", or what stands in its place."""
     return getattr(inspect.unwrap(found), "__module__", "") == SDPA
+
+
+def attends_alone(module: Any) -> bool:
+    """Whether the kernel stands for the attention function of a served module, for a token without a mask."""
+    named = vars(module.config).get("_attn_implementation_internal")
+    if named == "eager":
+        return getattr(module, "_moepack_eager", False)
+    return named == "sdpa" and is_sdpa(ALL_ATTENTION_FUNCTIONS[named]) and "sinks" not in module._parameters
 
 
 def _served(found: Attention) -> Attention:

@@ -26,7 +26,7 @@ from .gpu_modules import FLOATS
 from .linears import FamilyModule, learns
 from .norms import described
 from .packed import PackedLinear, joined
-from .projections import MAPS, NORMS, Projections, serve_projections
+from .projections import KNOWN, MAPS, NEEDED, NORMS, Projections, Ways, serve_projections
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -58,10 +58,11 @@ class GpuProjections(Projections):
         return weight.dtype == self.dtype or isinstance(module, PackedLinear)
 
     def run(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Cache | None, number: int, others: dict[str, object]
-    ) -> tuple[Tensor, ...]:
+        self, module: FamilyModule, x: Tensor, turn: Any, cache: Cache | None, others: dict[str, object]
+    ) -> tuple[Any, ...]:
         """Project by a product and a launch, which writes keys and values where it can."""
         batch, tokens = x.shape[:2]
+        number: int = module.layer_idx
         made = self._map(x.view(batch * tokens, -1))
         cos, sin = (t.reshape(batch * tokens, -1) for t in turn)
         rows = cache.written(number) if isinstance(cache, PackedCache) else None
@@ -149,7 +150,7 @@ def _static(cache: object, number: int, dtype: torch.dtype) -> Any:
     return layer if layer.keys.dtype == dtype and layer.values.shape == layer.keys.shape else None
 
 
-def _place(module: FamilyModule, shared: bool) -> GpuProjections | None:
+def _place(module: FamilyModule, shared: int) -> GpuProjections | None:
     """Return what a module's launch reads; `None` for a module that it does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
@@ -170,7 +171,7 @@ def _place(module: FamilyModule, shared: bool) -> GpuProjections | None:
     if any(f is not None and len(f.weight) != module.head_dim for f in found):
         return None  # of all heads together
     read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
-    return GpuProjections(module, read, found, shared, dtype)
+    return GpuProjections(module, read, found, bool(shared), dtype)
 
 
 def _biased(module: FamilyModule) -> bool:
@@ -179,4 +180,4 @@ def _biased(module: FamilyModule) -> bool:
 
 def serve_gpu_projections(model: nn.Module) -> dict[str, int]:
     """Replace the modules whose projections the launch reproduces; return how many were changed, by class."""
-    return serve_projections(model, _place)
+    return serve_projections(model, Ways(NEEDED, KNOWN, _place, 2))

@@ -117,6 +117,11 @@ class Group:
     def __deepcopy__(self, memo: object) -> Group:
         return self
 
+    @property
+    def size(self) -> int:
+        """How many maps share the input."""
+        return len(self._parts)
+
     def run(self, which: int, x: Tensor) -> Tensor:
         """Return the product of map number `which` and x [..., cols], float32 or bfloat16."""
         # many tokens' results would take much memory

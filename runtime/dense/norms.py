@@ -40,14 +40,14 @@ def _served(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Module]
             torch.compiler.is_compiling()
             or x.dtype != torch.bfloat16
             or weight.dtype != torch.bfloat16
-            or not x.is_contiguous()
             or not x.numel()
             or x.device.type != "cpu"
             or learns(x, weight)
         ):
             made: Tensor = plain(self, x)
             return made
-        return norm(x, weight, form, added)
+        # A part of wider rows, as of a latent layer's, is copied: all ways of computing have the kernel's bits
+        return norm(x.contiguous(), weight, form, added)
 
     return in_place_of(kind, forward)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from moepack.runtime.kernels.by_torch import FLOATS, ROWS, TOKENS
 from moepack.runtime.kernels.current import current
 from moepack.runtime.kernels.forms import Form, compiled, form_at
 from moepack.runtime.kernels.reference import Sections, dequantise, section, sections_of
+
+if TYPE_CHECKING:
+    from moepack.runtime.kernels.dense_native import MatrixGroup
 
 
 class PackedLinear(nn.Module):
@@ -135,3 +138,14 @@ def joined(maps: Sequence[PackedLinear]) -> PackedLinear | None:
         m.lie_at(extent, sections)
     whole.lie_at(extent, whole._sections)
     return whole
+
+
+def matrices_of(owner: nn.Module, *names: str) -> MatrixGroup | None:
+    """Return the matrices of linear maps that share an input with no others, as kernels read them; else None."""
+    modules = [owner._modules.get(name) for name in names]
+    places: list[Any] = [m if isinstance(m, PackedLinear) else getattr(m, "_moepack_place", None) for m in modules]
+    group = getattr(places[0], "group", None)
+    if group is None or group.size != len(places) or any(p is None or p.group is not group for p in places):
+        return None
+    made: MatrixGroup = group.matrices(tuple(p.which for p in places))
+    return made

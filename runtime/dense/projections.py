@@ -14,19 +14,20 @@ import functools
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from moepack.families.arguments import CACHE_NAMES, REGISTRY
-from moepack.runtime.kernels.token_native import Projection
+from moepack.runtime.kernels.forms import Norm
+from moepack.runtime.kernels.token_native import LatentProjection, Projection, is_turn
 
 from .borrowed import CLOSE, Attention
 from .linears import FEW, FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .norms import described
-from .packed import PackedLinear
+from .packed import matrices_of
 from .values import Trials
 
 if TYPE_CHECKING:
@@ -34,27 +35,23 @@ if TYPE_CHECKING:
 
 MAPS = ("q_proj", "k_proj", "v_proj")
 NORMS = ("q_norm", "k_norm")
-NEEDED = {*MAPS, "apply_rotary_pos_emb", "get_interface", "head_dim", "o_proj", "scaling", "update"}
-KNOWN = NEEDED | {
+ATTENDS = {"get_interface", "o_proj", "scaling", "update"}
+PLAIN = {
     REGISTRY,
     "_attn_implementation",
     "attention_dropout",
     "config",
     "contiguous",
     "eager_attention_forward",
-    "getattr",
-    "k_norm",
     "layer_idx",
-    "q_norm",
     "reshape",
     "shape",
-    "sinks",
-    "sliding_window",
     "training",
     "transpose",
-    "use_qk_norm",
     "view",
 }
+NEEDED = ATTENDS | {*MAPS, "apply_rotary_pos_emb", "head_dim"}
+KNOWN = NEEDED | PLAIN | {"getattr", "k_norm", "q_norm", "sinks", "sliding_window", "use_qk_norm"}
 NUMBER = "layer_idx"
 TOKENS = (5, 1, 3)  # random tokens of a trial's passes, one after another
 
@@ -81,11 +78,24 @@ class Projections(Uncopied):
         """Whether the weights of a map or norm are those that the kernel reads."""
         raise NotImplementedError
 
+    def follows(self, module: FamilyModule) -> bool:
+        """Whether what the module's code asks for, beside weights, is still what it was when it was tried."""
+        return True
+
     def run(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Cache | None, number: int, others: dict[str, object]
-    ) -> tuple[Tensor, ...]:
-        """Return queries, keys and values of `x`; these two are all that layer `number` of the cache then holds."""
+        self, module: FamilyModule, x: Tensor, turn: Any, cache: Cache | None, others: dict[str, object]
+    ) -> tuple[Any, ...]:
+        """Return queries, keys and values of `x`; these two are all that the module's layer of the cache then holds.
+
+        Of a latent layer, `Latents` (latent.py) stand for both.
+        """
         raise NotImplementedError
+
+    def takes(self, turn: object, tokens: int) -> bool:
+        """Whether the kernel takes a rotation, cosines and sines, of so many tokens."""
+        if not isinstance(turn, tuple) or len(turn) != 2:
+            return False
+        return all(is_turn(t, self.dtype, tokens, self.angles) for t in turn)
 
     def mask(self, mask: Tensor | None) -> Tensor | None:
         """Return a mask of attention as it is to be given on."""
@@ -97,8 +107,10 @@ class Projections(Uncopied):
 
 
 @dataclass(eq=False)
-class _CpuProjections(Projections):
-    projection: Projection
+class CpuProjections(Projections):
+    """What the kernels read of a module on a CPU."""
+
+    projection: Projection | LatentProjection
     addresses: dict[str, int]  # of the norms' weights
 
     def _reads(self, name: str, module: FamilyModule) -> bool:
@@ -112,31 +124,41 @@ class _CpuProjections(Projections):
         return not torch.is_grad_enabled() or not learns(*module.parameters(False))
 
     def run(
-        self, x: Tensor, turn: tuple[Tensor, Tensor], cache: Cache | None, number: int, others: dict[str, object]
-    ) -> tuple[Tensor, ...]:
+        self, module: FamilyModule, x: Tensor, turn: Any, cache: Cache | None, others: dict[str, object]
+    ) -> tuple[Any, ...]:
+        """Project by one call."""
+        assert isinstance(self.projection, Projection)
         query, key, value = self.projection.run(x, *turn)
-        return query, *((key, value) if cache is None else cache.update(key, value, number, kwargs=others))
+        return query, *((key, value) if cache is None else cache.update(key, value, module.layer_idx, kwargs=others))
 
 
-MakeProjections = Callable[[FamilyModule, bool], Projections | None]  # from a module, and whether angles are shared
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """How kernels may make the projections of modules of a kind."""
+
+    needed: Collection[str]  # names that the code of such a module reads
+    known: Collection[str]  # all names that it may read
+    # What may make a module's results by way number `n`; None where the kernel does not fit
+    place: Callable[[FamilyModule, int], Projections | None]
+    count: int
 
 
-def serve_projections(model: nn.Module, of: MakeProjections | None = None) -> dict[str, int]:
+def serve_projections(model: nn.Module, ways: Ways | None = None) -> dict[str, int]:
     """Replace the modules whose projections the kernel reproduces; return how many were changed, by class.
 
-    The model's linear maps, norms and attention are served already. `of` makes the places of another device's kernel.
+    The model's linear maps, norms and attention are served already. `ways` are those of another kind, or device.
     """
-    place_of = of or _place
-    trials = Trials[tuple[bool, int]]()
+    of = ways or Ways(NEEDED, KNOWN, _place, 2)
+    trials = Trials[tuple[int, int]]()
     rotary = next((m for m in model.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)), None)
     for module in model.modules():
         kind: Any = type(module)
-        cache = cache_argument(module, NEEDED, KNOWN)
-        if cache is None or rotary is None:
+        cache = cache_argument(module, of.needed, of.known)
+        if cache is None:
             continue
-        trial = functools.partial(_trial, module, place_of, cache, rotary)
+        trial = functools.partial(_trial, module, of, cache, rotary)
         found = trials.result(module, trial, without=NUMBER if _only_for_the_cache(module) else "")
-        place = None if found is None else place_of(module, found[0])
+        place = None if found is None else of.place(module, found[0])
         if trials.count(module, place is not None):
             assert place is not None and found is not None
             place.angles = found[1]
@@ -160,27 +182,37 @@ def _only_for_the_cache(module: nn.Module) -> bool:
     return [step.argval for step in dis.get_instructions(code)].count(NUMBER) == 1
 
 
-def _place(module: FamilyModule, shared: bool) -> _CpuProjections | None:
+def _place(module: FamilyModule, shared: int) -> CpuProjections | None:
     """Return what a projection reads, with `shared` angles or not; `None` for a module that the kernel does not fit."""
-    maps = [module._modules.get(name) for name in MAPS]
-    norms = [module._modules.get(name) for name in NORMS]
-    places = [m if isinstance(m, PackedLinear) else getattr(m, "_moepack_place", None) for m in maps]
-    group = getattr(places[0], "group", None)
-    found = [None if m is None else described(m) for m in norms]
-    if group is None or [(getattr(p, "group", None), getattr(p, "which", -1)) for p in places] != [
-        (group, i) for i in range(len(MAPS))
-    ]:
+    of = matrices_of(module, *MAPS)
+    norms = norms_of(module, *NORMS)
+    if of is None or norms is None:
         return None
-    if any(m is not None and norm is None for m, norm in zip(norms, found, strict=True)):
-        return None  # a norm that the kernel does not reproduce
-    of = group.matrices(tuple(range(len(MAPS))))
     try:
-        projection = Projection(of, module.head_dim, found, shared)
+        projection = Projection(of, module.head_dim, norms, bool(shared))
     except ValueError:
         return None
-    read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
-    at = {name: norm.weight.data_ptr() for name, norm in zip(NORMS, found, strict=True) if norm is not None}
-    return _CpuProjections(read, min(FEW, *of.limits[torch.bfloat16]), of.matrices[0].data.device, projection, at)
+    return place_of(CpuProjections, module, projection, (*MAPS, *NORMS), of.limits[torch.bfloat16])
+
+
+def norms_of(module: FamilyModule, *names: str) -> list[Norm | None] | None:
+    """Return the normalisations of these names as kernels read them, None for each that is not there.
+
+    Return None if one of them is no kernel's.
+    """
+    modules = [module._modules.get(name) for name in names]
+    found = [None if m is None else described(m) for m in modules]
+    return None if any(m is not None and f is None for m, f in zip(modules, found, strict=True)) else found
+
+
+P = TypeVar("P", bound=CpuProjections)
+
+
+def place_of(kind: type[P], module: FamilyModule, projection: Any, names: Sequence[str], limits: Sequence[int]) -> P:
+    """Return what `projection` reads: the module's maps and norms of these `names`. `limits` are tokens."""
+    read = {name: m for name in names if (m := module._modules.get(name)) is not None}
+    at = {name: found.weight.data_ptr() for name, m in read.items() if (found := described(m)) is not None}
+    return kind(read, min(FEW, *limits), torch.device("cpu"), projection, at)
 
 
 @functools.cache
@@ -201,11 +233,11 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
         if args or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
             return plain(self, *args, **kwargs)
         cache = kwargs.get(cache_name)
-        if not _fits(x, turn, place) or not place.holds(self):
+        if not _fits(x, turn, place) or not place.holds(self) or not place.follows(self):
             return plain(self, *args, **kwargs)
-        assert x is not None and turn is not None
+        assert x is not None
         others = {name: given for name, given in kwargs.items() if name not in own}
-        query, key, value = place.run(x, turn, cache, self.layer_idx, others)
+        query, key, value = place.run(self, x, turn, cache, others)
         if "sliding_window" in reads:
             of = self if hasattr(self, "sliding_window") else self.config
             others["sliding_window"] = getattr(of, "sliding_window", None)
@@ -233,7 +265,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
 
 def _fits(x: object, turn: object, place: Projections) -> bool:
     """Whether the kernel takes a pass's input and rotation."""
-    if not isinstance(x, Tensor) or not isinstance(turn, tuple) or len(turn) != 2 or x.device != place.device:
+    if not isinstance(x, Tensor) or x.device != place.device:
         return False
     tokens = x.numel() // x.shape[-1]
     return (
@@ -242,23 +274,20 @@ def _fits(x: object, turn: object, place: Projections) -> bool:
         and 0 < tokens <= place.most
         and x.is_contiguous()
         and not learns(x)
-        and all(t.dtype == place.dtype and t.is_contiguous() and t.shape[-1] == place.angles for t in turn)
-        and all(t.numel() == tokens * place.angles for t in turn)
+        and place.takes(turn, tokens)
     )
 
 
-def _trial(
-    module: FamilyModule, place_of: MakeProjections, cache_name: str, rotary: nn.Module
-) -> tuple[bool, int] | None:
-    """Return whether angles are shared, and how many a token has; None if a module's own results differ either way."""
-    for shared in (False, True):
-        place = place_of(module, shared)
+def _trial(module: FamilyModule, ways: Ways, cache_name: str, rotary: nn.Module | None) -> tuple[int, int] | None:
+    """Return by which way a module's own results come, and how many angles a token has; None if by none."""
+    for way in range(ways.count):
+        place = ways.place(module, way)
         if place is not None and _agrees(module, place, cache_name, rotary):
-            return shared, place.angles
+            return way, place.angles
     return None
 
 
-def _agrees(module: FamilyModule, place: Projections, cache_name: str, rotary: nn.Module) -> bool:
+def _agrees(module: FamilyModule, place: Projections, cache_name: str, rotary: nn.Module | None) -> bool:
     """Whether a module's own results, and what it leaves in a cache, are those of `place`; its `angles` are set."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache
 
@@ -272,10 +301,14 @@ def _agrees(module: FamilyModule, place: Projections, cache_name: str, rotary: n
     generator = torch.Generator().manual_seed(0)
     try:
         for make, batch in cases:
-            x = torch.randn(batch, total, module.q_proj.in_features, generator=generator).to(place.device, place.dtype)
+            x = torch.randn(batch, total, module.o_proj.out_features, generator=generator).to(place.device, place.dtype)
             first = torch.arange(batch, device=x.device)[:, None]  # the second sequence begins with padding
-            turn = rotary(x, (torch.arange(total, device=x.device) - first).clamp(min=0))
-            place.angles = turn[0].shape[-1]
+            turn = None
+            if rotary is not None:
+                turn = rotary(x, (torch.arange(total, device=x.device) - first).clamp(min=0))
+                place.angles = turn[0].shape[-1]
+            if not place.takes(turn, batch * total):
+                return False
             wanted, got = (
                 _passes(module, run, x, turn, make(), cache_name, None if batch == 1 else first)
                 for run in (kind.forward, _served(kind, cache_name).forward)
@@ -293,7 +326,7 @@ def _passes(
     module: FamilyModule,
     run: Callable[..., tuple[Tensor, ...]],
     x: Tensor,
-    turn: Sequence[Tensor],
+    turn: Tensor | Sequence[Tensor] | None,
     cache: Cache,
     cache_name: str,
     first: Tensor | None,
@@ -308,10 +341,13 @@ def _passes(
     for tokens in TOKENS:
         part = slice(start, start + tokens)
         mask = None if first is None else _mask(layer, part, first)
-        angles = tuple(t[:, part].contiguous() for t in turn)
-        given = {"hidden_states": x[:, part].contiguous(), "attention_mask": mask, cache_name: cache}
+        given: dict[str, Any] = {"hidden_states": x[:, part].contiguous(), "attention_mask": mask, cache_name: cache}
+        if isinstance(turn, Tensor):
+            given["position_embeddings"] = turn[:, part].contiguous()
+        elif turn is not None:
+            given["position_embeddings"] = tuple(t[:, part].contiguous() for t in turn)
         with torch.no_grad():
-            out.append(run(module, **given, position_embeddings=angles)[0])
+            out.append(run(module, **given)[0])
         start += tokens
     return [*out, layer.keys, layer.values]
 

@@ -8,6 +8,7 @@ weights themselves.
 from __future__ import annotations
 
 import logging
+import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Generic, TypeVar
@@ -18,6 +19,7 @@ from .packed import PackedLinear
 
 _TORCHS = frozenset(vars(nn.Module())) - {"training"}  # hooks, parameters, buffers and modules
 _OURS = "_moepack"
+_PLAIN = (bool, int, float, str, type(None), types.FunctionType, types.BuiltinFunctionType)
 Result = TypeVar("Result")
 log = logging.getLogger("moepack.runtime")
 
@@ -57,6 +59,17 @@ class ReadValues:
         except TypeError:
             return type(value), _Itself(value)
         return type(value), value
+
+
+def plain_values(module: nn.Module) -> dict[str, object]:
+    """Return a module's own numbers, flags, names and functions, which its code may read in each pass."""
+    return {n: v for n, v in vars(module).items() if isinstance(v, _PLAIN) and not n.startswith(_OURS)}
+
+
+def keeps(module: nn.Module, values: Mapping[str, object]) -> bool:
+    """Whether these values are still the module's."""
+    own = vars(module)
+    return all(name in own and type(own[name]) is type(value) and own[name] == value for name, value in values.items())
 
 
 class _Itself:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moepack.pack.isa import emulated
 from moepack.runtime.kernels.affine_native import DTYPES, combine, has_tiles, product, unpack
 from moepack.runtime.kernels.by_torch import multiply, of_matrix, of_packed
-from moepack.runtime.kernels.token_native import GatedExperts, silu_gate
+from moepack.runtime.kernels.token_native import GatedExperts, PairGate, silu_gate
 
 from . import backends
 
@@ -37,17 +37,25 @@ Many = list[tuple[int, Tensor]]  # each expert with many slots, and these slots 
 def forward(call: LayerCall) -> Tensor:
     """Run `experts_forward` on a CPU; return [tokens, hidden]."""
     x = call.hidden
-    of = call.experts.of
-    gate = getattr(call.module, "act_fn", None), call.module.__dict__.get("_apply_gate")
+    found = in_one_call(call.experts.of, call.module, len(x)) if x.dtype == torch.bfloat16 else None
+    if found is None:
+        return summed(call, rows(call))
+    kernel, limits = found
+    index = call.index.long().contiguous()
+    return kernel.run(call.experts.table, x.detach().contiguous(), index, call.weights.detach(), limits)
+
+
+def in_one_call(of: ServedLayer, module: ExpertsModule, tokens: int) -> tuple[GatedExperts, Limits] | None:
+    """Return what runs so many BF16 tokens of a layer in one call, and the limits it takes; None if nothing does."""
+    own = module.__dict__
+    gate = getattr(module, "act_fn", None), own.get("_apply_gate"), own.get("limit"), own.get("alpha")
     if of.gated is None or of.gated[0] != gate:  # not tried yet, or another gate since
-        of.gated = gate, gated(of, call.module)
+        of.gated = gate, gated(of, module)
     kernel = of.gated[1]
-    if kernel is not None and x.dtype == torch.bfloat16 and 0 < len(x) <= FEW:
-        limits = backends.direct_limits(x.dtype, of.versions)
-        if has_tiles(x.dtype) or len(x) <= limits.min():
-            index = call.index.long().contiguous()
-            return kernel.run(call.experts.table, x.detach().contiguous(), index, call.weights.detach(), limits)
-    return summed(call, rows(call))
+    if kernel is None or not 0 < tokens <= FEW:
+        return None
+    limits = backends.direct_limits(torch.bfloat16, of.versions)
+    return (kernel, limits) if has_tiles(torch.bfloat16) or tokens <= limits.min() else None
 
 
 def gated(of: ServedLayer, module: ExpertsModule) -> GatedExperts | None:
@@ -60,11 +68,19 @@ def gated(of: ServedLayer, module: ExpertsModule) -> GatedExperts | None:
     x = torch.randn(PROBES, matrices[0].rows, generator=generator) * torch.logspace(-3, 3, PROBES)[:, None]
     with torch.no_grad():
         wanted = module._apply_gate(x.bfloat16())
-        made = silu_gate(x.bfloat16())
-    if wanted.shape != made.shape or wanted.dtype != made.dtype:
+    if wanted.shape != (PROBES, matrices[1].cols) or wanted.dtype != torch.bfloat16:
         return None
-    tiny = (wanted.abs() < TINY) & (made.abs() < TINY)
-    return GatedExperts(of.native) if ((made == wanted) | tiny).all() else None
+    limit = getattr(module, "limit", None)
+    alpha = getattr(module, "alpha", None)
+    gates: list[PairGate | None] = [None]
+    if isinstance(limit, float | int) and isinstance(alpha, float | int):
+        gates.append(PairGate(limit, alpha))
+    for gate in gates:
+        made = silu_gate(x.bfloat16()) if gate is None else gate.run(x.bfloat16())
+        tiny = (wanted.abs() < TINY) & (made.abs() < TINY)
+        if ((made == wanted) | tiny).all():
+            return GatedExperts(of.native, gate)
+    return None
 
 
 def rows(call: LayerCall, threads: int | None = None) -> Tensor:

@@ -70,7 +70,7 @@ def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
         raise InputError(CLOSED)
     few = _few(experts, step, top_k_index, top_k_weights)
     if step is not None:
-        _count(step, position, top_k_index, top_k_weights, few is not None)
+        count(step, position, top_k_index, top_k_weights, few is not None)
     if torch.is_grad_enabled() and (hidden_states.requires_grad or top_k_weights.requires_grad):
         if experts.no_gradients:
             raise InputError(experts.no_gradients)
@@ -85,7 +85,8 @@ def experts_forward(self: ExpertsModule, hidden_states: Tensor, top_k_index: Ten
     return _run(LayerCall(self, snapshot, hidden_states, top_k_index, top_k_weights, routed=few))
 
 
-def _count(step: Step, position: int, index: Tensor, weights: Tensor, fused: bool) -> None:
+def count(step: Step, position: int, index: Tensor, weights: Tensor, fused: bool = False) -> None:
+    """Count what the router of a layer chose, [tokens, top_k], unless its own launch did (`fused`)."""
     counters = step.counters  # set by RoutingStatistics.counters, or by ForwardWrapper.step for a trace
     if counters is not None and fused and counters.only_fused:
         counters = None

@@ -19,8 +19,8 @@ from torch import Tensor
 from moepack.pack.spec import Matrix
 from moepack.runtime.kernels.affine_triton import DECODE, TERMS, product, tiling_for
 from moepack.runtime.kernels.current import current
-from moepack.runtime.kernels.forms import Form
-from moepack.runtime.kernels.routing_triton import Routed, Routing, Tally, fits, sort
+from moepack.runtime.kernels.forms import Form, Routing
+from moepack.runtime.kernels.routing_triton import Routed, Tally, fits, sort
 from moepack.runtime.kernels.routing_triton import route as route_few
 from moepack.runtime.kernels.switch_triton import summed, switched
 from moepack.runtime.policies.placements import Where

@@ -40,7 +40,7 @@ class Staged(Protocol):
         """Yield handle tables that together have every expert with slots, as staged.py says."""
 
 
-Gate = tuple[Callable[[Tensor], Tensor] | None, Callable[[Tensor], Tensor] | None]  # `act_fn`, own `_apply_gate`
+Gate = tuple[object, ...]  # `act_fn`, and the module's own `_apply_gate`, `limit` and `alpha`
 
 
 @dataclass(frozen=True, slots=True)

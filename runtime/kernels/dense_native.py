@@ -349,44 +349,55 @@ class HeadMatrices:
             raise ValueError(f"heads of {first} and {second} rows: packed ones are unpacked {UNPACKED} at a time")
         self.of = of
         self.heads = heads
-        self._first = first
-        self._second = second
+        self.first = first
+        self.second = second
         self._packed = packed
         self._form = np.array(of.form.row(), np.int64)
+        self._form_at = self._form.ctypes.data if packed else None
 
     def lift(self, x: Tensor) -> Tensor:
         """Return each head's M^T x, bfloat16 [tokens, heads, cols], for x [tokens, heads, first], rows of stride 1."""
-        return self._run(x, 0, self._first, True)
+        return self._run(x, True)
 
     def lower(self, x: Tensor) -> Tensor:
         """Return each head's M x, bfloat16 [tokens, heads, second], for x [tokens, heads, cols], rows of stride 1."""
-        return self._run(x, self._first, self._second, False)
+        return self._run(x, False)
 
-    def _run(self, x: Tensor, offset: int, rows: int, transposed: bool) -> Tensor:
-        tokens, heads, size = x.shape
+    def prepared(self, transposed: bool, tokens: int, x_at: tuple[int, int]) -> _Heads:
+        """Return the call of `lift` if `transposed`, else of `lower`, without the addresses of x and the result.
+
+        `x_at`: numbers between heads and between tokens of x.
+        """
         cols = self.of.cols
-        wanted = rows if transposed else cols
-        if x.dtype != torch.bfloat16 or heads != self.heads or size != wanted or x.stride(2) != 1:
-            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: bfloat16 [tokens, {self.heads}, {wanted}] fits")
-        out = x.new_empty(tokens, heads, cols if transposed else rows)
-        each = self._first + self._second
+        offset, rows = (0, self.first) if transposed else (self.first, self.second)
+        given, made = (rows, cols) if transposed else (cols, rows)
+        each = self.first + self.second
         at = self.of.data.data_ptr()
         call = _Heads(
-            x=x.data_ptr(),
             matrix=None if self._packed else at + 2 * offset * cols,
-            out=out.data_ptr(),
-            heads=heads,
+            heads=self.heads,
             tokens=tokens,
-            out_cols=out.shape[2],
+            out_cols=made,
             sums=transposed != self._packed,  # unpacked weights are transposed
-            x_at=(x.stride(1), x.stride(0)),
-            out_at=(out.stride(1), out.stride(0)),
+            x_at=x_at,
+            out_at=(made, self.heads * made),
             matrix_at=(each if self._packed else each * cols, cols),
             base=at if self._packed else None,
-            form=self._form.ctypes.data if self._packed else None,
+            form=self._form_at,
             first=offset,
         )
-        setattr(call, "in", size)
+        setattr(call, "in", given)
+        return call
+
+    def _run(self, x: Tensor, transposed: bool) -> Tensor:
+        tokens, heads, size = x.shape
+        wanted = self.first if transposed else self.of.cols
+        if x.dtype != torch.bfloat16 or heads != self.heads or size != wanted or x.stride(2) != 1:
+            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: bfloat16 [tokens, {self.heads}, {wanted}] fits")
+        out = x.new_empty(tokens, heads, self.of.cols if transposed else self.second)
+        call = self.prepared(transposed, tokens, (x.stride(1), x.stride(0)))
+        call.x = x.data_ptr()
+        call.out = out.data_ptr()
         failed = library.moepack_affine_heads(ctypes.byref(call), WORD(torch.get_num_threads()))
         if failed == 1:
             raise MemoryError(f"no memory for the matrices of {heads} heads")

@@ -143,6 +143,26 @@ class Norm:
     epsilon: float
 
 
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """How a router makes experts and gates of logits [tokens, experts].
+
+    Of equal scores a GPU takes the lower expert first, a CPU the one that torch's `topk` takes.
+    """
+
+    top_k: int
+    scores: str = "softmax"  # "softmax" of all logits, "sigmoid", or "top": softmax of the chosen logits alone
+    normed: bool = False  # whether a token's gates are divided by their sum
+    scale: float = 1.0  # a factor of gates
+    biased: bool = False  # whether a bias [experts], float32, is added to scores for the choice alone
+    # Groups of experts, of which `kept` are chosen by their greatest score ("max") or the sum of their two greatest
+    # ("two"). Other groups' experts come last; their gates are 0 with "max" (DeepSeek-V2), and their own with "two".
+    groups: int = 1
+    kept: int = 1
+    by: str = "max"
+    ordered: bool = True  # whether a token's experts come in the order of their scores; a GPU orders them always
+
+
 def slice_rows(rows: int, cols: int) -> int:
     """The rows of a slice of a dense matrix: a multiple of 16, or all."""
     return min(rows, max(1, SLICE // (32 * cols)) * 16)

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .affine_triton import Geometry
+from .forms import Routing
 
 # the most that is routed so
 TOKENS = 16
@@ -29,22 +30,6 @@ TOP_K = 16
 EXPERTS = 512
 CHUNK = 512  # slots of a program of `sort`
 _LEAST: tl.constexpr = tl.constexpr(-(1 << 62))  # below every key
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """How a router makes experts and gates of logits [tokens, experts]. Of equal scores the lower expert is first."""
-
-    top_k: int
-    scores: str = "softmax"  # "softmax" of all logits, "sigmoid", or "top": softmax of the chosen logits alone
-    normed: bool = False  # whether a token's gates are divided by their sum
-    scale: float = 1.0  # a factor of gates
-    biased: bool = False  # whether a bias [experts], float32, is added to scores for the choice alone
-    # Groups of experts, of which `kept` are chosen by their greatest score ("max") or the sum of their two greatest
-    # ("two"). Other groups' experts come last; their gates are 0 with "max" (DeepSeek-V2), and their own with "two".
-    groups: int = 1
-    kept: int = 1
-    by: str = "max"
 
 
 @dataclass(frozen=True, slots=True)

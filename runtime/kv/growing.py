@@ -71,7 +71,16 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = self._appended(self.keys, key_states), self._appended(self.values, value_states)
         return self.keys, self.values
 
+    def longer(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values with a row more, which the caller writes before it sets them as the layer's."""
+        return self._longer(self.keys), self._longer(self.values)
+
     def _appended(self, held: Tensor, new: Tensor) -> Tensor:
+        made = self._longer(held)
+        made.narrow(-2, held.shape[-2], 1).copy_(new)
+        return made
+
+    def _longer(self, held: Tensor) -> Tensor:
         n = held.shape[-2]
         room = _room_of(held)
         with _claiming:
@@ -79,9 +88,8 @@ class GrowingLayer(DynamicLayer):
             if room is not None and claimed:
                 room.filled = n + 1
         if room is None or not claimed:
-            room = _Room(new.new_empty((*new.shape[:-2], self._capacity(n + 1), new.shape[-1])), n + 1)
+            room = _Room(held.new_empty((*held.shape[:-2], self._capacity(n + 1), held.shape[-1])), n + 1)
             room.tensor.narrow(-2, 0, n).copy_(held)
-        room.tensor.narrow(-2, n, 1).copy_(new)
         made: Any = room.tensor.narrow(-2, 0, n + 1)
         made.moepack_room = room
         return made  # type: ignore[no-any-return]

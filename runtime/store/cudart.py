@@ -1,4 +1,4 @@
-"""The CUDA runtime's calls on host memory, or ROCm's, through the library that torch has loaded.
+"""The CUDA runtime's calls on host memory, through the library that torch has loaded.
 
 torch's own binding (torch.cuda.cudart()) has cudaHostRegister and cudaHostUnregister, but no calls that clear an error
 or read a device's attribute. torch's pinned allocator rounds up to a power of two. Every error is raised and cleared:
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ READ_ONLY_SUPPORTED = 113  # cudaDevAttrHostRegisterReadOnlySupported
 PORTABLE = 1  # cudaHostRegisterPortable, cudaHostAllocPortable: pinned for every context
 MAPPED = 2  # cudaHostRegisterMapped: the device's kernels may read it
 READ_ONLY = 8  # cudaHostRegisterReadOnly
-_HIP = {"HostAlloc": "HostMalloc", "FreeHost": "HostFree"}  # ROCm's names that differ by more than their beginning
 
 
 class CudaError(RuntimeError):
@@ -32,21 +30,15 @@ class CudaError(RuntimeError):
 
 
 class Cudart:
-    """The calls for one device. Any thread may make them; a call that fails clears its error and raises CudaError.
-
-    ROCm has the same calls and flags under names of its own, and other numbers for attributes.
-    """
+    """The calls for one device. Any thread may make them; a call that fails clears its error and raises CudaError."""
 
     def __init__(self, device: int, library: object = None) -> None:
         """Open the library for the device with index `device`. `library` replaces the runtime in tests.
 
-        Raises OSError when torch has neither runtime.
+        Raises OSError when torch has no CUDA runtime.
         """
         self._device = device
-        self._hip = torch.version.hip is not None
-        self._library = library
-        if library is None:
-            self._library = _rocms_library() if self._hip else _torchs_library()
+        self._library: Any = _torchs_library() if library is None else library
         real = library is None and torch.cuda.is_available()
         self._current = functools.partial(torch.cuda.device, device) if real else contextlib.nullcontext
         void = ctypes.c_void_p
@@ -68,11 +60,8 @@ class Cudart:
         self._named("GetErrorString").argtypes = [number]
         self._named("GetErrorString").restype = ctypes.c_char_p
 
-    def _symbol(self, name: str) -> str:
-        return f"hip{_HIP.get(name, name)}" if self._hip else f"cuda{name}"
-
     def _named(self, name: str) -> Any:
-        return getattr(self._library, self._symbol(name))
+        return getattr(self._library, f"cuda{name}")
 
     def _call(self, name: str, *arguments: object) -> None:
         # Each thread has its own current device, and registering makes a context on it. torch's guard restores the
@@ -82,15 +71,10 @@ class Cudart:
             if code:
                 self._named("GetLastError")()
         if code:
-            raise CudaError(self._symbol(name), code, self._named("GetErrorString")(code).decode())
+            raise CudaError(f"cuda{name}", code, self._named("GetErrorString")(code).decode())
 
     def attribute(self, number: int) -> int:
-        """Return the device's attribute with this number (cudaDevAttr...).
-
-        ROCm, whose numbers differ, is not asked: 1 for HOST_REGISTER_SUPPORTED, else 0.
-        """
-        if self._hip:
-            return int(number == HOST_REGISTER_SUPPORTED)
+        """Return the device's attribute with this number (cudaDevAttr...)."""
         value = ctypes.c_int()
         self._call("DeviceGetAttribute", ctypes.byref(value), number, self._device)
         return value.value
@@ -126,11 +110,3 @@ def _torchs_library() -> ctypes.CDLL:
         raise OSError("this torch was built without CUDA")
     # For the name that torch was linked with, the loader returns the copy that is loaded already.
     return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
-
-
-def _rocms_library() -> ctypes.CDLL:
-    """Return the copy of ROCm's runtime that torch has loaded, wherever it lies."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        if "libamdhip64" in line:
-            return ctypes.CDLL(line.split(maxsplit=5)[5])
-    raise OSError("this torch is for ROCm, whose runtime is not loaded")

@@ -26,14 +26,6 @@ def test_the_gpu_half_of_the_kernels_benchmark_runs(monkeypatch):
     assert row["MB"] * 1e6 == 5 * 4 * 4096  # of w1: five layers of four experts in one page each
 
 
-def test_no_kernel_of_the_table_spills_or_passes_shared_memory():
-    from benchmarks.resources import SHARED, STACK, committed
-
-    table, _, _ = committed()
-    assert len(table) == 414 * len(SHARED)
-    assert all(t.stack <= STACK and t.shared <= SHARED[capability] << 10 for (_, capability), t in table.items())
-
-
 COMPILE = """
 import sys
 from benchmarks import resources
@@ -46,9 +38,9 @@ for command in (["benchmarks.resources", "--quick"], ["benchmarks.resources", "-
 """
 
 
-def test_kernels_compiled_anew_take_no_more():
-    """The worst of each architecture take what the table has; few tokens' loops on sm_90 few instructions a weight,
-    and no barrier. A process compiles them: in this one Triton interprets."""
+def test_compiled_kernels_keep_to_their_limits():
+    """The largest of each architecture keep to its stack and shared memory; few tokens' loops on sm_90 take few
+    instructions a weight, and no barrier. A process compiles them: in this one Triton interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=480)

@@ -106,10 +106,10 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row():
             self.turns = turns
 
         def call(self, what, **asked):
-            self.turns -= what == "run_model"
+            self.turns -= what == "read"
             if self.turns < 0:
                 raise PeerError("its process ended with status -4")
-            return {"prefill": 0.5, "decode": [0.1, 0.1]}
+            return [0.5, 0.1, 0.1]
 
     sides = {"moepack": Side(99), "llama.cpp": Side(2)}  # its two layouts have a turn each
     rows = measure(sides, SHAPES["tiny"], replace(MATCHES[0], dense=("w4",)), 2, 0.0, 1)
@@ -118,3 +118,30 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row():
     assert {row["not measured"] for row in dead} == {"its process ended with status -4"}
     assert (ours["decode tokens/s"], ours["prefill tokens/s"]) == (10.0, PROMPT / 0.5)
     assert not any("over" in key for key in ours)
+
+
+def test_both_sides_read_the_same_text_to_each_depth():
+    """Each begins once, and goes on with the same tokens; rates are of what a side was given, ratios of turns."""
+    from benchmarks.contexts.__main__ import STEPS, TURNS, deepened, judged
+
+    class Side:
+        def __init__(self, seconds):
+            self.seconds = seconds
+            self.text = []
+
+        def call(self, what, key, parts, afresh):
+            if afresh:
+                self.text.clear()
+            self.text += parts
+            return [self.seconds * len(part) for part in parts]
+
+    sides = {"moepack": Side(0.1), "llama.cpp": Side(0.2)}
+    rows = list(deepened(sides, "a model", "grouped", (100, 4000)))
+    ours, theirs = sides.values()
+    assert ours.text == theirs.text
+    assert sum(map(len, ours.text)) == 4000 + (TURNS + 1) * STEPS and max(map(len, ours.text)) == 512
+    assert [row["depth"] for row in rows] == [100, 4000]
+    for row in rows:
+        assert (row["moepack, decode"], row["llama.cpp, prompt"]) == (pytest.approx(10), pytest.approx(5))
+        assert row["decode over llama.cpp's"] == row["prompt over llama.cpp's"] == pytest.approx(2)
+    assert [target.met for target in judged(rows)] == [True] * 3

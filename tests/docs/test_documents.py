@@ -70,7 +70,7 @@ def test_tables_and_machines_are_those_of_the_results():
 
 
 def test_pictures_are_drawn_by_the_command(tmp_path):
-    drawn = {draw.draw(tmp_path).name}
+    drawn = {path.name for path in draw.draw(tmp_path)}
     assert drawn == {p.name for p in draw.IMAGES.iterdir()} - {"server.png", "bundle.svg", "process.svg", "session.svg"}
     assert all(b"<svg" in (tmp_path / name).read_bytes()[:1000] for name in drawn)
 

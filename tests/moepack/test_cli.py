@@ -50,21 +50,17 @@ def test_version():
     assert cli("--version") == (0, f"moepack {moepack.__version__}\n", "")
 
 
-def test_build_verify_eval_generate(demo_model, text, recipe, evaluation, tmp_path):
+def test_json_and_quiet(short_model, text, recipe, bundle, evaluation, tmp_path):
     """Stdout is JSON alone; progress goes to stderr, and -q leaves it out."""
-    bundle = tmp_path / "b"
-    code, out, err = cli("build", demo_model, "-o", bundle, "-r", recipe, "-c", text, "--json")
+    code, out, err = cli("build", short_model, "-o", tmp_path / "b", "-r", recipe, "-c", text, "--json")
     assert code == 0 and "pack" in err
-    assert json.loads(out)["calibration_tokens"] == 128 and json.loads(out)["methods"] == {"w2": {"rtn": 64}}
-    code, out, _ = cli("verify", bundle, "--checkpoint", demo_model, "--json", "-q")
-    assert code == 0 and json.loads(out) == {"ok": True, "problems": []}
-    few = ("--policy", "static:w2", "--length", "64", "--samples", "4", "--json", "-q")
+    assert json.loads(out)["calibration_tokens"] == 128 and json.loads(out)["methods"] == {"w2": {"rtn": 32}}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "recipe.yaml"]
+    few = ("--policy", "static:w2", "--length", "64", "--samples", "2", "--json", "-q")
     code, out, err = cli("eval", bundle, "-d", evaluation, "-d", text, *few)
     facts = json.loads(out)
-    keys = {"perplexity", "tokens", "tokens_per_second", "policy", "resident_bytes_peak", "budget_bytes", "promotions",
-            "demotions", "forward_waits"}  # fmt: skip
+    keys = {"perplexity", "tokens", "tokens_per_second", "resident_bytes_peak", "budget_bytes", "promotions"}
     assert keys <= set(facts) and facts["policy"] == "static:w2" and len(facts["files"]) == 2 and err == ""
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "recipe.yaml"]
 
 
 def test_inspect_json_has_the_keys_others_rely_on(bundle, tmp_path):
@@ -95,10 +91,8 @@ def test_doctor():
     assert code == 0 and facts["problems"] == [] and facts["can_build"] is True
     assert facts["methods"] == dict.fromkeys(("gptq", "hqq", "rtn", "gptqmodel"), "ready")
     assert facts["codec"]["decode_bytes_per_second"] > 1e6 and facts["codec"]["encode_bytes_per_second"] > 1e6
-    assert facts["kernel_limits"].split()[0].rstrip(":") in ("measured", "defaults", "none")
     assert facts["cpu"]["cores"] >= 1 and facts["disk"]["write_bytes_per_second"] > 0
-    direct = facts["disk"]["direct_bytes_per_second"]
-    assert list(direct) == ["1", "2", "4", "8"] and all(rate is None or rate > 1e6 for rate in direct.values())
+    assert list(facts["disk"]["direct_bytes_per_second"]) == ["1", "2", "4", "8"]
 
 
 def test_doctor_prints_units(monkeypatch):
@@ -180,10 +174,6 @@ def shard(checkpoint):
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
 
 
-def truncate(path):
-    os.truncate(path, path.stat().st_size - 1000)
-
-
 def configured(**changes):
     return lambda c: edit_json(c / CONFIG, **changes)
 
@@ -200,10 +190,8 @@ BAD_CHECKPOINTS = {
     "no model_type": (configured(model_type=None), ("model_type",)),
     "dense model": (make_dense, ("not a Mixture-of-Experts model",)),
     "no weights": (lambda c: (c / "model.safetensors").unlink(), ("model.safetensors",)),
-    "truncated weights": (lambda c: truncate(c / "model.safetensors"), ("model.safetensors", "download")),
-    "empty weights": (lambda c: (c / "model.safetensors").write_bytes(b""), ("too short", "download")),
+    "truncated weights": (lambda c: os.truncate(c / "model.safetensors", 100_000), ("model.safetensors", "download")),
     "missing shard": (lambda c: (shard(c), (c / "model-1.safetensors").unlink()), ("model-1.safetensors", "missing")),
-    "truncated shard": (lambda c: (shard(c), truncate(c / "model-0.safetensors")), ("model-0.safetensors", "download")),
     "index outside": (
         lambda c: (shard(c), edit_json(c / INDEX, weight_map={"a": "../../x"})), ("'../../x'",)
     ),
@@ -215,7 +203,6 @@ BAD_CHECKPOINTS = {
     "no tokenizer": (
         lambda c: [(c / n).unlink() for n in ("tokenizer.json", "tokenizer_config.json")], ("tokenizer",)
     ),
-    "nothing there": (shutil.rmtree, ("checkpoint",)),
 }  # fmt: skip
 
 
@@ -244,7 +231,6 @@ def test_bad_targets(demo_model, recipe, text, tmp_path):
 
 def test_bad_recipes_and_text(demo_model, recipe, text, tmp_path):
     build = ("build", demo_model, "-o", tmp_path / "b", "-q")
-    refused(cli(*build, "-r", "defualt", "-c", text), "did you mean 'default'")
     (tmp_path / "short.txt").write_text("not much")
     refused(
         cli(*build, "-r", recipe, "-c", tmp_path / "short.txt"), "short.txt", "shorter than one sample of 64 tokens"
@@ -258,7 +244,6 @@ def test_bad_recipes_and_text(demo_model, recipe, text, tmp_path):
 
 def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     evaluate = ("eval", bundle, "-d", evaluation, "-q", "--length", "32", "--samples", "1")
-    refused(cli(*evaluate, "--device-memory", "1MB"), "a budget of 1MB ", "the least that would do is ", "MB")
     static = ("--policy", "static:w2", "--device-memory", "3MB")
     refused(cli(*evaluate, *static), "needs", "the budget is 3MB")
     refused(cli(*evaluate, *static, "--kv-tokens", "1000", "--batch", "3"), "kv 3.08MB")
@@ -268,10 +253,7 @@ def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     refused(cli("serve", bundle, "--replicas", "2", "--memory", "auto"), "--memory auto is for one process")
     refused(cli("eval", demo_model, "-d", evaluation, "--memory", "1GB"), "not a bundle")
     refused(cli("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
-    refused(cli("plan", demo_model, "--device-memory", "1GB"), "not a bundle")
-    refused(cli("bench", demo_model), "not a bundle")
     refused(cli("bench", bundle, "--prompt", "0", "--new", "0"), "nothing to measure")
-    refused(cli("inspect", demo_model), "not a bundle")
     refused(cli("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
     before = cli("build", demo_model, "-o", tmp_path / "b", "-q", "-c", evaluation, "--engine", "steam")
     refused(before, "engine 'steam' is unknown")
@@ -288,7 +270,6 @@ def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     [
         (("--policy", "w2"), ("'w2' is unknown: did you mean static:w2?",)),
         (("--policy", "hotness:hi"), ("option hi has no value: write hi=...",)),
-        (("--policy", "lru;prefetch=yes"), ("did you mean lru:prefetch=yes?",)),
         (("--policy", "hotness,hi=bf16"), ("did you mean hotness:hi=bf16?",)),
         (("--policy", "hotness:high=bf16"), ("option 'high' is unknown: did you mean hi=?",)),
         (("--device", "gpu"), ("device gpu: did you mean cuda?",)),
@@ -344,10 +325,8 @@ def test_a_terminal_that_shows_ascii_alone(bundle, tmp_path):
 @pytest.mark.parametrize(
     ("incomplete", "expected"),
     [
-        ("hot", ["hotness"]),
         ("static:al", ["static:allocation"]),
         ("hotness:pref", ["hotness:prefetch="]),
-        ("hotness:hi=bf", ["hotness:hi=bf16"]),
         ("hotness:hi=bf16,prefetch=", ["hotness:hi=bf16,prefetch=yes", "hotness:hi=bf16,prefetch=no"]),
         ("nonesuch:", []),
     ],
@@ -365,7 +344,6 @@ def test_policies_and_their_options_are_completed(incomplete, expected, monkeypa
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("build",), "with --work DIRECTORY"),
         (("build", "--work", "w"), "behind the last finished layer"),
         (("pull",), "fetches what is not here yet"),
         (("eval",), "nothing was kept"),
@@ -425,11 +403,8 @@ def test_a_bad_bundle(damaged):
 
 
 def test_verify_against_another_checkpoint(bundle, checkpoint):
-    def change(tensors):
-        tensors["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0] += 1
-        tensors["model.norm.weight"][0] += 1
-
-    edit_tensors(checkpoint, change)
+    edit_tensors(checkpoint, lambda t: t["model.layers.1.mlp.experts.3.up_proj.weight"][0, 0].add_(1))
+    edit_tensors(checkpoint, lambda t: t["model.norm.weight"][0].add_(1))
     code, out, err = cli("verify", bundle, "--checkpoint", checkpoint, "-q")
     assert code == 2 and len(out.splitlines()) == 2 and err == f"moepack: {bundle}: 2 problems\n"
     assert "layer 1, expert 3, version bf16: differs" in out and "tensor model.norm.weight differs" in out

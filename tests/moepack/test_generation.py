@@ -124,17 +124,16 @@ def test_the_commands(bundle, tmp_path, monkeypatch):
 
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATE)
-    code, text, err = cli("generate", bundle, "--prompt", "The history of", "--max-new-tokens", "4")
+    said = ("generate", bundle, "--prompt", "The history of", "--max-new-tokens", "4")
+    code, text, err = cli(*said)
     assert code == 0 and text.startswith("The history of") and text.endswith("\n")
-    rates = re.fullmatch(
-        r"prompt (\d+) tokens at [\d,.]+/s; first token after [\d.]+ s; answer 4 tokens at [\d,.]+/s; "
-        r"experts 100% bf16; peak [\d.]+ MB of weights and caches; [\d.]+ [MG]B of the process",
-        err.splitlines()[-1],
+    rates = re.match(
+        r"prompt (\d+) tokens at [\d,.]+/s; .* answer 4 tokens at .* experts 100% bf16; ", err.splitlines()[-1]
     )
     assert rates is not None, err
-    facts = json.loads(ok(cli("generate", bundle, "--prompt", "The history of", "--max-new-tokens", "4", "--json")))
+    facts = json.loads(ok(cli(*said, "--json")))
     assert facts["prompt_tokens"] == int(rates[1]) and facts["new_tokens"] == 4 and facts["experts"] == {"bf16": 64}
-    assert facts["tokens_per_second"] > 0 and facts["prompt_tokens_per_second"] > 0
+    assert facts["tokens_per_second"] > 0
     assert facts["first_token_seconds"] * facts["prompt_tokens_per_second"] == pytest.approx(facts["prompt_tokens"])
     options = ("--chat-template", template, "--max-new-tokens", "4")
     answer = ok(cli("generate", bundle, "-p", "hi", "--chat", *options))
@@ -146,8 +145,8 @@ def test_the_commands(bundle, tmp_path, monkeypatch):
         assert "moepack: sampling by generation_config.json: temperature 0.9, top_k 3\n" in drawn[2]
         assert ok(drawn) == ok(cli(*chat, "--temperature", "0.9", "--top-k", "3"))
         assert ok(cli(*chat, "--generation-config", "none")) == answer
-    code, said, err = cli("chat", bundle, *options, "--temperature", "0", stdin="hi\n/nonesuch\n/exit\nnever\n")
-    assert code == 0 and said == answer and "/nonesuch: there is no such command. /reset" in err
+    code, out, err = cli("chat", bundle, *options, "--temperature", "0", stdin="hi\n/nonesuch\n/exit\nnever\n")
+    assert code == 0 and out == answer and "/nonesuch: there is no such command. /reset" in err
     assert "; answer 4 tokens at " in err.splitlines()[-1], "of the one answer"
     hot = ("--temperature", "2", "--max-new-tokens", "24")
     same, *others = (

@@ -19,7 +19,7 @@ from moepack.reports.evaluate import evaluate
 @pytest.fixture
 def to(monkeypatch, tmp_path):
     """Points the Hub library at an address, with nothing downloaded."""
-    monkeypatch.setattr(hub_name, "SECONDS", 0.3)
+    monkeypatch.setattr(hub_name, "SECONDS", 0.1)
     return functools.partial(point, monkeypatch, cache=tmp_path / "hub")
 
 
@@ -79,9 +79,8 @@ def test_what_can_only_be_a_path(to, bundle, tmp_path):
 def test_with_a_hub_that_has_none(to, bundle, tmp_path):
     server, _, address = serve()
     to(address)
-    texts = [said(call) for call in commands("no/such", bundle, tmp_path / "out")[:5]]
-    assert all("no such repository on the Hub" in text for text in texts)
-    assert all("no such directory, and" in text for text in texts[:4])
+    for call in commands("no/such", bundle, tmp_path / "out")[:5]:
+        assert "no such repository on the Hub" in said(call)
     server.shutdown()
 
 

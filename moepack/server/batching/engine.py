@@ -123,10 +123,10 @@ class Engine:
 
     # --- sequences
 
-    def add(self, wanted: int, keys: tuple[bytes, ...] = (), prompt: int = 0) -> CacheSlot:
+    def add(self, wanted: int, keys: tuple[bytes, ...] = (), prompt: int | None = None) -> CacheSlot:
         """Add a sequence whose cache will soon hold `wanted` tokens; `keys` are its prompt's `chunk_keys`.
 
-        `prompt` is its prompt's number of tokens, which may take several passes.
+        `prompt` is its prompt's number of tokens, which may take several passes; None: all of the first pass.
         """
         if not self.is_packed:
             return CacheSlot(told_cache(self._model.config, prompt))

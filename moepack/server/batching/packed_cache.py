@@ -695,11 +695,13 @@ def windows_of(config: PreTrainedConfig) -> list[int | None]:
     return out
 
 
-def told_cache(config: PreTrainedConfig, prompt: int) -> DynamicCache | None:
+def told_cache(config: PreTrainedConfig, prompt: int | None) -> DynamicCache | None:
     """Return an empty cache whose layers know the length of the prompt; None if none asks.
 
     Layers of Unlimited-OCR keep a prompt and a window of what follows: untold, they take the first pass for it.
     """
+    if prompt is None:
+        return None
     made = DynamicCache(config=config)
     asking: list[Any] = [layer for layer in made.layers if hasattr(layer, "set_prefill_length")]
     for layer in asking:

@@ -108,6 +108,8 @@ INLINE Strip NAME(strip)(const Rows *rows, const uint8_t *from, int64_t n, uint1
     return (Strip){room, rows->cols};
 }
 
+#define FETCHED (2 * KEYS) /* rows ahead of those that are widened */
+
 /* n BF16 rows as float32 rows of `wide` numbers, from number `at` on; what is past n rows or `cols` numbers is zero. */
 INLINE void NAME(widened)(float *out, const uint16_t *from, int64_t row, int64_t n, int64_t cols, int64_t wide) {
     for (int64_t i = 0; i < KEYS; i++, out += wide) {
@@ -116,6 +118,7 @@ INLINE void NAME(widened)(float *out, const uint16_t *from, int64_t row, int64_t
             continue;
         }
         const uint16_t *x = from + i * row;
+        for (int64_t c = 0; c < cols; c += 32) __builtin_prefetch(x + FETCHED * row + c);
         for (int64_t c = 0; c < cols; c++) out[c] = widen(x[c]);
     }
 }
@@ -266,9 +269,11 @@ TARGET static void NAME(index)(const Index *m, int64_t at, int64_t n, float *roo
     }
 }
 
-/* One head's product of `tokens` rows of x with its matrix: by rows (dots), or by columns (sums). */
-TARGET static void NAME(head)(const Heads *m, int64_t h, const uint16_t *matrix, int64_t row, float *room) {
-    const int64_t n = m->sums ? m->in : m->out_cols, cols = m->sums ? m->out_cols : m->in, wide = wide_of(cols);
+/* One head's product of `tokens` rows of x with its matrix: by rows (dots), or by columns (sums). The matrix's rows are
+ * BF16, `row` numbers apart; or it is `tile`, in float32, with zeros behind the last rows and columns. */
+TARGET static void NAME(head)(const Heads *m, int64_t h, const uint16_t *matrix, const float *tile, int64_t row, float *room) {
+    const int64_t n = m->sums ? m->in : m->out_cols, cols = m->sums ? m->out_cols : m->in;
+    const int64_t wide = tile ? row : wide_of(cols);
     const int64_t ld = (n + KEYS - 1) / KEYS * KEYS, x_wide = m->sums ? ld : wide;
     float *x = room, *made = x + ROWS * x_wide, *rows = made + ROWS * (m->sums ? wide : ld);
     for (int64_t first = 0; first < m->tokens; first += ROWS) {
@@ -279,13 +284,14 @@ TARGET static void NAME(head)(const Heads *m, int64_t h, const uint16_t *matrix,
             for (int64_t c = 0; c < m->in; c++) x[t * x_wide + c] = widen(from[c]);
         }
         if (m->sums) memset(made, 0, (size_t)(whole * wide) * sizeof(float));
-        memset(rows, 0, (size_t)(KEYS * wide) * sizeof(float));
+        if (!tile) memset(rows, 0, (size_t)(KEYS * wide) * sizeof(float));
         for (int64_t j = 0; j < n; j += KEYS) {
-            NAME(widened)(rows, matrix + j * row, row, least(KEYS, n - j), cols, wide);
+            if (!tile) NAME(widened)(rows, matrix + j * row, row, least(KEYS, n - j), cols, wide);
+            const float *some_rows = tile ? tile + j * wide : rows;
             if (m->sums)
-                NAME(sums)(x + j, ld, rows, whole, wide, made);
+                NAME(sums)(x + j, ld, some_rows, whole, wide, made);
             else
-                NAME(dots)(x, rows, whole, wide, 1.0f, made + j, ld);
+                NAME(dots)(x, some_rows, whole, wide, 1.0f, made + j, ld);
         }
         for (int64_t t = 0; t < some; t++) {
             uint16_t *out = m->out + h * m->out_at[0] + (first + t) * m->out_at[1];
@@ -296,6 +302,7 @@ TARGET static void NAME(head)(const Heads *m, int64_t h, const uint16_t *matrix,
 }
 
 #undef HEADS
+#undef FETCHED
 #undef LOW
 #undef HIGH
 #undef FOUR

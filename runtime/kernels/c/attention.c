@@ -17,28 +17,8 @@
 #define SPANS 8   /* the most spans */
 #define ROWS_AHEAD 24 /* coded rows that are fetched ahead of the one that is made BF16 */
 
-/* Vectors by batch, head and token, a row each; steps count bytes. A row of 8 or 4 bits has the codes of all numbers, and
- * then a BF16 scale of every GROUP_8 or GROUP_4 of them. In 4 bits a group's second half lies above its first, and rows are
- * rotated: so are then q and `out`, by the caller. */
-typedef struct {
-    const uint8_t *at; /* 0: there are none */
-    int64_t cols, bits, batch, head, token;
-} Rows;
-
 #define GROUP_8 64
 #define GROUP_4 32
-
-/* out[b][t][g * heads + h] = sum over j of softmax(scale * (q . k_j + q2 . k2_j)) v_j. `heads` heads of q share each of
- * `groups` heads of k and v. */
-typedef struct {
-    Rows q, q2, k, k2, v; /* q2 and k2: a second part of queries and keys. q and q2 are BF16 */
-    const uint8_t *mask;  /* which keys a token sees; 0: all, or with `causal` those up to its own */
-    const float *sinks;   /* a head's logit that belongs to no key; 0: none */
-    uint16_t *out;        /* [batch][tokens][groups * heads][v.cols] */
-    int64_t batch, groups, heads, tokens, length, causal;
-    int64_t mask_at[2]; /* of batch and token */
-    float scale;
-} Attend;
 
 typedef struct {
     int64_t batch, group, row, rows, from, to;
@@ -62,19 +42,6 @@ static inline __attribute__((always_inline)) void weigh(const Index *m, int64_t 
     }
     memcpy(m->out + token * m->length + at, sums, (size_t)n * sizeof(float));
 }
-
-/* For each of `heads` heads, `tokens` rows of x times a matrix of its own: out = M x for M [out_cols][in], or with `sums`
- * out = M^T x for M [in][out_cols]. M is BF16 at matrix + head * matrix_at[0], rows matrix_at[1] apart; or it is unpacked
- * from rows [first + head * matrix_at[0], ...) of a packed matrix, of which it then is the transpose. */
-typedef struct {
-    const uint16_t *x, *matrix;
-    uint16_t *out;
-    int64_t heads, tokens, in, out_cols, sums;
-    int64_t x_at[2], out_at[2], matrix_at[2]; /* x, out: of head and token */
-    const uint8_t *base;                      /* of a packed matrix; 0: M is BF16 */
-    const Form *form;
-    int64_t first;
-} Heads;
 
 /* Give a row's scores of keys [at, at + n) that it does not see, and those past them, the value of no key. */
 static inline __attribute__((always_inline)) void hide(const Attend *m, const Unit *u, int64_t r, int64_t at, int64_t n,
@@ -319,7 +286,7 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
 
 static void (*attend_rows)(const Attend *, const Unit *, float *, float *, float *, float *) = attend_plain;
 static void (*index_keys)(const Index *, int64_t, int64_t, float *) = index_plain;
-static void (*head_rows)(const Heads *, int64_t, const uint16_t *, int64_t, float *) = head_plain;
+static void (*head_rows)(const Heads *, int64_t, const uint16_t *, const float *, int64_t, float *) = head_plain;
 static uint16_t (*code_group)(const float *, int64_t, int64_t, uint8_t *) = code_group_plain;
 static void (*opened_row)(const uint8_t *, int64_t, int64_t, uint16_t *) = opened_row_plain;
 
@@ -463,7 +430,7 @@ int moepack_affine_index(const Index *m, int64_t threads) {
 
 typedef struct {
     const Heads *m;
-    int64_t room, tile; /* floats of a thread; BF16 numbers of an unpacked matrix */
+    int64_t room, tile, ld; /* floats of a thread; of an unpacked matrix, and of one of its rows */
     float *rooms;
     atomic_llong next, seats;
 } HeadsRun;
@@ -471,31 +438,34 @@ typedef struct {
 static void heads_some(void *argument) {
     HeadsRun *run = argument;
     const Heads *m = run->m;
-    float *room = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
+    /* The tile is first, because vectors are stored at multiples of their size */
+    float *tile = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
+    float *room = tile + run->tile;
+    const int64_t rows = m->sums ? m->out_cols : m->in, cols = m->sums ? m->in : m->out_cols, ld = run->ld;
+    for (int64_t c = 0; c < run->tile / (ld ? ld : 1); c++) /* what no block of rows fills */
+        if (c >= cols) memset(tile + c * ld, 0, sizeof(float) * (size_t)ld);
+        else memset(tile + c * ld + rows, 0, sizeof(float) * (size_t)(ld - rows));
     int64_t h;
     while ((h = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->heads) {
         if (!m->base) {
-            head_rows(m, h, m->matrix + h * m->matrix_at[0], m->matrix_at[1], room);
+            head_rows(m, h, m->matrix + h * m->matrix_at[0], 0, m->matrix_at[1], room);
             continue;
         }
-        uint16_t *tile = (uint16_t *)room; /* first, because vectors are stored at multiples of their size */
-        const int64_t rows = m->sums ? m->out_cols : m->in, cols = m->sums ? m->in : m->out_cols;
-        const int64_t from = m->first + h * m->matrix_at[0], ld = (rows + UNIT - 1) / UNIT * UNIT;
-        const Unpack unpack = {cols, from, from + rows, ld, 1, 1, m->base, m->form, tile};
+        const int64_t from = m->first + h * m->matrix_at[0];
+        const Unpack unpack = {cols, from, from + rows, ld, 0, 1, m->base, m->form, tile};
         for (int64_t r = 0; r < rows; r += UNIT)
             moepack_unpacking(&unpack, from + r, least(UNIT, rows - r), (uint8_t *)(tile + r));
-        head_rows(m, h, tile, ld, room + run->tile / 2);
+        head_rows(m, h, 0, tile, ld, room);
     }
 }
 
-/* Returns 0; 1 when memory is short; 2 for a form without a kernel. */
 int moepack_affine_heads(const Heads *m, int64_t threads) {
     if (m->base && (!known(m->form) || m->form->bits == 16)) return 2;
-    const int64_t n = m->sums ? m->in : m->out_cols, wide = wide_of(m->sums ? m->out_cols : m->in);
-    const int64_t ld = ceil_div(n, KEYS) * KEYS;
+    const int64_t n = m->sums ? m->in : m->out_cols, cols = m->sums ? m->out_cols : m->in;
+    const int64_t ld = ceil_div(n, KEYS) * KEYS, wide = m->base ? ceil_div(cols, UNIT) * UNIT : wide_of(cols);
     HeadsRun run = {.m = m, .room = ROWS * (wide + ld) + KEYS * wide};
-    if (m->base) run.tile = (m->sums ? m->in * ceil_div(m->out_cols, UNIT) : m->out_cols * ceil_div(m->in, UNIT)) * UNIT;
-    run.room = (run.room + run.tile / 2 + 15) & -16;
+    if (m->base) run.ld = wide, run.tile = ld * wide;
+    run.room = (run.room + run.tile + 15) & -16;
     threads = least(threads, m->heads);
     if (m->heads * m->in * m->out_cols < 65536) threads = 1;
     void *memory;

@@ -164,15 +164,55 @@ typedef struct {
 
 void moepack_rope(const Rope *m);
 
+/* Rows of BF16 over their root mean square, times a weight; small.c has the forms. */
+void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t cols, int64_t form,
+                         double epsilon);
+
+/* Vectors by batch, head and token, a row each; steps count bytes. A row of 8 or 4 bits has the codes of all numbers, and
+ * then a BF16 scale of every GROUP_8 or GROUP_4 of them. In 4 bits a group's second half lies above its first, and rows are
+ * rotated: so are then q and `out`, by the caller. */
+typedef struct {
+    const uint8_t *at; /* 0: there are none */
+    int64_t cols, bits, batch, head, token;
+} Rows;
+
+/* out[b][t][g * heads + h] = sum over j of softmax(scale * (q . k_j + q2 . k2_j)) v_j. `heads` heads of q share each of
+ * `groups` heads of k and v. */
+typedef struct {
+    Rows q, q2, k, k2, v; /* q2 and k2: a second part of queries and keys. q and q2 are BF16 */
+    const uint8_t *mask;  /* which keys a token sees; 0: all, or with `causal` those up to its own */
+    const float *sinks;   /* a head's logit that belongs to no key; 0: none */
+    uint16_t *out;        /* [batch][tokens][groups * heads][v.cols] */
+    int64_t batch, groups, heads, tokens, length, causal;
+    int64_t mask_at[2]; /* of batch and token */
+    float scale;
+} Attend;
+
+int moepack_affine_attend(const Attend *m, int64_t threads);
+
+/* A router's choice of experts by its logits; `scores` and what follows are those of Routing, runtime/kernels/forms.py. */
+typedef struct {
+    int64_t tokens, experts, top_k, scores, normed, sorted, groups, kept, two;
+    float scale;
+    int64_t logits_bf16, gates_bf16;
+    const void *logits; /* [tokens][experts] */
+    const float *bias;  /* [experts], or 0 */
+    int64_t *index;     /* [tokens][top_k] */
+    void *gates;        /* [tokens][top_k] */
+} Route;
+
+int moepack_route(const Route *m);
+
 /* out [rows][cols] = silu(x[:, :cols]) * x[:, cols:] of BF16 rows, both factors rounded as torch does. */
 void moepack_silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols);
+
+void moepack_pair_gate(const uint16_t *x, uint16_t *out, int64_t n, float limit, float alpha);
+void moepack_rows(const float *weight, const float *x, float *out, int64_t tokens, int64_t rows, int64_t cols, int64_t threads);
 
 /* Rotates a row of BF16 or float32 numbers by Hadamard's matrix alone, in blocks of the largest power of two that divides
  * `cols`, from 16 to 256; others stay as they are. Twice, the row is as before. */
 void moepack_hadamard(void *row, int64_t cols, int bf16);
 
-void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t cols, int64_t form,
-                         double epsilon);
 
 /* Memory that is kept between calls, and grows as they need. */
 typedef struct {
@@ -245,6 +285,22 @@ static inline int grow(Arena *arena, size_t size) {
     return 0;
 }
 
+/* For each of `heads` heads, `tokens` rows of x times a matrix of its own: out = M x for M [out_cols][in], or with `sums`
+ * out = M^T x for M [in][out_cols]. M is BF16 at matrix + head * matrix_at[0], rows matrix_at[1] apart; or it is unpacked
+ * from rows [first + head * matrix_at[0], ...) of a packed matrix, of which it then is the transpose. */
+typedef struct {
+    const uint16_t *x, *matrix;
+    uint16_t *out;
+    int64_t heads, tokens, in, out_cols, sums;
+    int64_t x_at[2], out_at[2], matrix_at[2]; /* x, out: of head and token */
+    const uint8_t *base;                      /* of a packed matrix; 0: M is BF16 */
+    const Form *form;
+    int64_t first;
+} Heads;
+
+/* Returns 0; 1 when memory is short; 2 for a form without a kernel. */
+int moepack_affine_heads(const Heads *m, int64_t threads);
+
 /* Call `work` on `threads` threads at once. A call may begin when others have done all the work. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
@@ -252,7 +308,8 @@ void moepack_parallel(void (*work)(void *), void *argument, int threads);
 extern const Loops *moepack_floats, *moepack_fixed, *moepack_fp8[2]; /* fp8: for float32 and BF16 activations */
 extern Unpacking *moepack_unpacking;
 /* Whether hints to fetch lines ahead are given where the processor follows a stream by itself. On one thread of a Sapphire
- * Rapids BF16, 8 and 4 bits with AVX2 take 0.79, 0.73 and 0.71 times as long with hints; on a Zen 4 1.1 to 1.2 times. */
+ * Rapids BF16, 8 and 4 bits with AVX2 take 0.79, 0.73 and 0.71 times as long with hints; on a Zen 4 1.1 to 1.2 times. On
+ * a Zen 3 experts of 4 bits take 0.8 to 0.9 times as long with them, on one thread and on two, and BF16 as long. */
 extern int moepack_hints;
 
 /* Run jobs straight from their bytes. `seat`: a zero for each activation. Returns 0; 1 when memory is short. */

@@ -66,6 +66,30 @@ SMALL void silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t col
         }
 }
 
+/* gpt-oss' gate of pairs of neighbours: (up + 1) * gate * sigmoid(alpha * gate), both cut at `limit`, rounded as torch does. */
+SMALL void pair_gate(const uint16_t *x, uint16_t *out, int64_t n, float limit, float alpha) {
+    for (int64_t i = 0; i < n; i++) {
+        float gate = widen(x[2 * i]), up = widen(x[2 * i + 1]);
+        gate = gate > limit ? limit : gate;
+        up = up > limit ? limit : up < -limit ? -limit : up;
+        const float v = widen(narrow(gate * alpha)), e = exponential(v < 0 ? v : -v); /* e^-|v| */
+        const float weight = widen(narrow((v < 0 ? e : 1.0f) / (1.0f + e)));
+        out[i] = narrow(widen(narrow(up + 1.0f)) * widen(narrow(gate * weight)));
+    }
+}
+
+/* out[r] = weight[r] x, in float32. */
+SMALL void rows_by(const float *weight, const float *x, float *out, int64_t rows, int64_t cols) {
+    for (int64_t r = 0; r < rows; r++, weight += cols) {
+        float sums[LANES] = {0};
+        int64_t c = 0;
+        for (; c + LANES <= cols; c += LANES)
+            for (int i = 0; i < LANES; i++) sums[i] += weight[c + i] * x[c + i];
+        for (; c < cols; c++) sums[c % LANES] += weight[c] * x[c];
+        out[r] = total(sums);
+    }
+}
+
 /* Hadamard's matrix of n numbers: sums and differences of neighbours, then of pairs, and so on. Every instruction set
  * adds in this order, so that results have the same bits. */
 SMALL void hadamard(float *x, int64_t n) {
@@ -112,6 +136,8 @@ typedef struct {
     void (*norm)(const Norm *);
     void (*rope)(const Rope *);
     void (*silu_gate)(const uint16_t *, uint16_t *, int64_t, int64_t);
+    void (*pair_gate)(const uint16_t *, uint16_t *, int64_t, float, float);
+    void (*rows_by)(const float *, const float *, float *, int64_t, int64_t);
     void (*rotate)(void *, int64_t, int64_t, int);
 } Small;
 
@@ -119,11 +145,17 @@ typedef struct {
     target static void norm_##name(const Norm *m) { norm(m); } \
     target static void rope_##name(const Rope *m) { rope(m); } \
     target static void gate_##name(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) { silu_gate(x, out, rows, cols); } \
+    target static void pairs_##name(const uint16_t *x, uint16_t *out, int64_t n, float limit, float alpha) { \
+        pair_gate(x, out, n, limit, alpha); \
+    } \
+    target static void rows_##name(const float *weight, const float *x, float *out, int64_t rows, int64_t cols) { \
+        rows_by(weight, x, out, rows, cols); \
+    } \
     target static void rotate_##name(void *row, int64_t cols, int64_t block, int bf16) { \
         if (block == 256) rotate(row, cols, 256, bf16); /* in a loop of known length, 0.6 of the time */ \
         else rotate(row, cols, block, bf16); \
     } \
-    static const Small small_##name = {norm_##name, rope_##name, gate_##name, rotate_##name};
+    static const Small small_##name = {norm_##name, rope_##name, gate_##name, pairs_##name, rows_##name, rotate_##name};
 
 SET_OF(plain, )
 #ifdef HAVE_X86
@@ -155,3 +187,30 @@ void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *ou
 void moepack_rope(const Rope *m) { small->rope(m); }
 
 void moepack_silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) { small->silu_gate(x, out, rows, cols); }
+
+void moepack_pair_gate(const uint16_t *x, uint16_t *out, int64_t n, float limit, float alpha) { small->pair_gate(x, out, n, limit, alpha); }
+
+enum { PART = 16 }; /* rows of a unit of work */
+typedef struct {
+    const float *weight, *x;
+    float *out;
+    int64_t tokens, rows, cols;
+    atomic_llong next;
+} RowsRun;
+
+static void rows_some(void *argument) {
+    RowsRun *run = argument;
+    const int64_t rows = run->rows, cols = run->cols;
+    int64_t first;
+    while ((first = PART * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < rows)
+        for (int64_t t = 0; t < run->tokens; t++)
+            small->rows_by(run->weight + first * cols, run->x + t * cols, run->out + t * rows + first,
+                           least(PART, rows - first), cols);
+}
+
+/* out [tokens][rows] = x [tokens][cols] times weight [rows][cols], in float32. */
+void moepack_rows(const float *weight, const float *x, float *out, int64_t tokens, int64_t rows, int64_t cols, int64_t threads) {
+    RowsRun run = {.weight = weight, .x = x, .out = out, .tokens = tokens, .rows = rows, .cols = cols};
+    atomic_init(&run.next, 0);
+    moepack_parallel(rows_some, &run, (int)least(threads, ceil_div(rows, PART)));
+}

@@ -94,7 +94,7 @@ class FakeCudart:
         return self._did("unregister")
 
     def _HostGetDevicePointer(self, found, address: int, flags: int) -> int:
-        registered = any(a <= address < a + n for a, n in self.registered.items())
+        registered = any(a <= address < a + n for a, n in list(self.registered.items()))
         found._obj.value = address + self.elsewhere * registered
         return 0
 

@@ -13,6 +13,7 @@ import json
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -76,6 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes: the second one waited 40 ms
     hub: Hub
 
     def log_message(self, *args):
@@ -265,7 +267,9 @@ class Server(ThreadingHTTPServer):
 def point(patch: pytest.MonkeyPatch, address: str, cache: Path, offline: bool = False):
     """Point the Hub library, which reads its settings as it is imported, at an address."""
     from huggingface_hub import constants
+    from transformers.utils import hub
 
+    patch.setattr(hub, "_hf_api", None, raising=False)  # made once, perhaps while a test points elsewhere
     template = address + "/{repo_id}/resolve/{revision}/{filename}"
     for name, value in (
         ("ENDPOINT", address), ("HUGGINGFACE_CO_URL_TEMPLATE", template), ("HF_HUB_OFFLINE", offline),
@@ -277,9 +281,30 @@ def point(patch: pytest.MonkeyPatch, address: str, cache: Path, offline: bool = 
         patch.setenv(name, value)
 
 
+def without_waits(patch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list of the seconds that clients of the Hub would have waited between their tries.
+
+    Any other code sleeps as it did, and so do threads that earlier tests left: they may sleep in a loop.
+    """
+    waits: list[float] = []
+    sleep = time.sleep
+    left = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+
+    def wait(seconds: float) -> None:
+        caller = sys._getframe(1).f_globals["__name__"]
+        of_hub = caller.startswith(("moepack.pack.hub_errors", "huggingface_hub."))
+        if of_hub and threading.get_ident() not in left:
+            waits.append(seconds)
+        else:
+            sleep(seconds)
+
+    patch.setattr(time, "sleep", wait)
+    return waits
+
+
 def serve() -> tuple[ThreadingHTTPServer, Hub, str]:
     """Start a server on a free port of the loopback; returns it, its state and its address."""
     hub = Hub()
     server = Server(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     return server, hub, f"http://127.0.0.1:{server.server_address[1]}"

@@ -100,7 +100,7 @@ def stand_in(served, traffic=lambda: True):
     return model
 
 
-@pytest.mark.parametrize("policy", ["static:w4", "static:bf16", None])
+@pytest.mark.parametrize("policy", ["static:w4", None])
 def test_logits_are_those_of_the_policy(bundle, monkeypatch, policy):
     """To the bit, where dense matrices are multiplied by the same code; the policy comes from the environment."""
     monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")
@@ -115,12 +115,6 @@ def test_logits_are_those_of_the_policy(bundle, monkeypatch, policy):
     assert {v for row in served.table for v in row} == {name}
     sizes = [served.bundle.manifest.version(name).resident_size(x.matrices) * x.experts for x in served.layers]
     assert sum(module._moepack.resident_bytes for module in served._modules) == sum(sizes)
-
-
-def test_an_option_overrides_the_environment(bundle, monkeypatch):
-    monkeypatch.setenv("MOEPACK_POLICY", "static:w4")
-    served = ServedBundle(bundle, options_in({"quant_method": "moepack", "policy": "static:w2"}))
-    assert {v for row in served.table for v in row} == {"w2"}
 
 
 def test_dense_matrices_with_versions_are_among_the_tensors(with_dense, short_model):
@@ -139,17 +133,19 @@ def test_dense_matrices_with_versions_are_among_the_tensors(with_dense, short_mo
         assert torch.equal(coarse[name], values)
 
 
-def test_tensors_left_behind_are_found(bundle):
-    """An engine whose loader took its own way would run with dense matrices of no values."""
-    served = ServedBundle(bundle, {"policy": "static:w2"})
+def test_a_loader_that_does_not_fit_is_found(bundle):
+    """With one of its own way an engine would run with dense matrices of no values; on a GPU versions cannot change."""
+    served = in_budget(bundle)
     iterator = served.tensors()
     next(iterator)
     with pytest.raises(InputError, match="not read through its bundle"):
         served.module(0, CPU, torch.bfloat16)
+    list(iterator)
+    with pytest.raises(InputError, match=r"policy hotness.* is served on a CPU here, not on cuda"):
+        served.module(0, torch.device("cuda"), torch.bfloat16)
 
 
-def test_damage_is_found(damaged):
-    """The fault: bytes that match no digest, served by an engine because it reads files in a way of its own."""
+def test_damage_is_found_and_what_is_not_here(damaged):
     damage(damaged, "w4", 0, [15])
     served = ServedBundle(damaged, {"policy": "static:w4"})
     list(served.tensors())
@@ -158,41 +154,35 @@ def test_damage_is_found(damaged):
     flip(damaged / "model.safetensors", -1)
     with pytest.raises(BundleError, match="digest"):
         list(ServedBundle(damaged, {}).tensors())
+    with pytest.raises(InputError, match="moepack pull someone/model"):
+        ServedBundle("someone/model", {})
+
+
+WAITS = "which moepack serve alone does"
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "environment", "words"),
     [
-        ({"memory": "1GB"}, "has memory: a bundle takes policy, dense, device_memory there"),
-        ({"policy": 3}, "policy is a text, not 3"),
+        ({"memory": "1GB"}, {}, "has memory: a bundle takes policy, dense, device_memory there"),
+        ({"policy": 3}, {}, "policy is a text, not 3"),
+        ({}, {"POLICY": "hotness"}, "policy hotness needs a budget for experts: give device_memory"),
+        ({"policy": "static:w7"}, {"POLICY": "static:w4"}, "w7"),  # the option overrides
+        ({}, {"MEMORY": "1GB"}, "process's memory is not limited here"),
+        ({}, {"DEVICE_MEMORY": "1 apple"}, "MOEPACK_DEVICE_MEMORY: size '1 apple'"),
+        # Policies for which passes wait, or that keep experts in host memory
+        ({"policy": "lru:hi=bf16,lo=w2"}, {"DEVICE_MEMORY": "1GB"}, WAITS),
+        ({"policy": "paged"}, {"DEVICE_MEMORY": "1GB"}, WAITS),
+        ({"policy": "prefill"}, {"DEVICE_MEMORY": "1GB"}, WAITS),
+        ({"policy": "importance"}, {"DEVICE_MEMORY": "1GB"}, WAITS),
+        ({"policy": "hotness:lo=stored,hi=bf16"}, {"DEVICE_MEMORY": "1GB"}, WAITS),
     ],
 )
-def test_a_wrong_option_is_refused(bundle, given, words):
+def test_what_is_not_served_is_refused(bundle, monkeypatch, given, environment, words):
+    for name, value in environment.items():
+        monkeypatch.setenv(f"MOEPACK_{name}", value)
     with pytest.raises(InputError, match=words):
         ServedBundle(bundle, options_in({"quant_method": "moepack", **given}))
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("MOEPACK_POLICY", "hotness", "policy hotness needs a budget for experts: give device_memory"),
-        ("MOEPACK_POLICY", "static:w7", "w7"),
-        ("MOEPACK_MEMORY", "1GB", "process's memory is not limited here"),
-        ("MOEPACK_DEVICE_MEMORY", "1 apple", "MOEPACK_DEVICE_MEMORY: size '1 apple'"),
-    ],
-)
-def test_what_is_not_served_is_refused(bundle, monkeypatch, name, value, words):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=words):
-        ServedBundle(bundle, {})
-
-
-@pytest.mark.parametrize(
-    "policy", ["lru", "lru:hi=bf16,lo=w2", "paged", "prefill", "importance", "hotness:lo=stored,hi=bf16"]
-)
-def test_a_policy_for_which_passes_wait_is_refused(bundle, policy):
-    with pytest.raises(InputError, match="which moepack serve alone does"):
-        ServedBundle(bundle, {"policy": policy, "device_memory": "1GB"})
 
 
 @pytest.mark.parametrize("policy", ["hotness", "uniform", "static:w4"])
@@ -210,13 +200,6 @@ def test_too_small_a_budget_is_refused_with_the_least(bundle, policy):
     assert enough == sum(sizes)
     with pytest.raises(TooSmallError, match=f"{enough} bytes.* this budget is for experts alone"):
         serve(enough - 1)
-
-
-def test_versions_change_on_a_cpu_alone(bundle):
-    served = in_budget(bundle)
-    list(served.tensors())
-    with pytest.raises(InputError, match=r"policy hotness.* is served on a CPU here, not on cuda"):
-        served.module(0, torch.device("cuda"), torch.bfloat16)
 
 
 def test_a_budget_alone_means_hotness(bundle, monkeypatch):
@@ -303,11 +286,6 @@ def test_a_bundle_that_is_let_go_stops_its_thread(bundle):
     gc.collect()
     worker.join()
     assert worker.health()["worker"] == "stopped"
-
-
-def test_a_name_on_the_hub_is_told_to_pull():
-    with pytest.raises(InputError, match="moepack pull someone/model"):
-        ServedBundle("someone/model", {})
 
 
 def test_the_entry_point_names_a_function_and_imports_no_engine():

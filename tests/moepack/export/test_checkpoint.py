@@ -17,11 +17,7 @@ from moepack.pack.errors import TargetError
 from moepack.pack.reader import open_bundle
 
 
-def stored(path):
-    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "granitemoe", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt_oss", "granitemoe", "mixtral"])
 def test_every_layout(family, demo_model, text, tmp_path):
     """One tensor an expert, all of a layer in one, transposed, with biases; in the order and names of the original."""
     checkpoint = tiny_models.save_tiny(family, tmp_path / "checkpoint", demo_model)
@@ -31,9 +27,9 @@ def test_every_layout(family, demo_model, text, tmp_path):
     assert made.bits == (16 if family != "gpt_oss" else 16 + 16 / 72)  # a bias of 3 numbers for 216 weights
     export_checkpoint(tmp_path / "bundle", tmp_path / "again")
     assert not (tmp_path / "bundle" / "released.safetensors").exists(), "no tensor is kept beside the versions for it"
-    before = stored(checkpoint)
+    before = load_file(checkpoint / "model.safetensors")
     for path in (tmp_path / "plain", tmp_path / "again"):
-        after = stored(path)
+        after = load_file(path / "model.safetensors")
         assert before.keys() == after.keys()
         assert all(torch.equal(before[n], after[n]) and before[n].dtype == after[n].dtype for n in before)
         assert json.loads((path / "config.json").read_text()) == json.loads((checkpoint / "config.json").read_text())
@@ -101,7 +97,6 @@ def test_what_bits_mean(bits, here, name):
         (("--bits", "4", "--fit", "1GB"), "--bits and --fit: each chooses what to export: give only one"),
         (("--map", "widths"), "--map widths: give a .json file"),
         (("--bits", "4", "--scales", "fp64"), "--scales fp64: there are bf16, fp32"),
-        (("--bits", "4", "--scales", "fp32"), "--scales fp32: --to checkpoint has no choice of scales: leave"),
         (("--scales", "fp32"), "--scales fp32: --to checkpoint has no choice of scales: leave"),
         (("--bits", "4", "--shard-size", "0"), "--shard-size 0: the size must be above 0"),
         (("--bits", "4", "--dense", "w8"), "--dense w8: its dense matrices have no versions"),

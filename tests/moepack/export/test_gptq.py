@@ -36,8 +36,7 @@ print(f"same {same}")
 """
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("zeros", ["integer", "symmetric"])
+@pytest.mark.parametrize(("bits", "zeros"), [(8, "symmetric"), (4, "integer")])
 def test_our_own_reader_reads_our_values(bits, zeros, of_zeros, tmp_path):
     """Bit for bit before they are rounded: codes, scales and zero points are the bundle's; dense matrices as well."""
     bundle = open_bundle(of_zeros(zeros))

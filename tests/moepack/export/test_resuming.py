@@ -3,23 +3,26 @@
 import errno
 import json
 import os
-import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from support import Notes, flip, forked, refused, spy, tree
 
 from moepack.export import Wanted, export
+from moepack.export.choice import choose
 from moepack.export.files import ExportDirectory, shards, work, working
 from moepack.export.files.filled import FilledFile
+from moepack.export.run import made_for
+from moepack.export.targets import target_of
 from moepack.export.values import Values
 from moepack.pack.errors import TargetError
+from moepack.pack.reader import open_bundle
 
 CASES = {
     "checkpoint": ("checkpoint", Wanted("w3", dense="w8", shard="700kB")),
     "compressed-tensors": ("compressed-tensors", Wanted("2", dense="w4", shard="100kB")),
-    "gptq": ("gptq", Wanted("3", shard="200kB")),
     "gguf": ("gguf", Wanted("4", dense="w8", shard="150kB")),
 }
 
@@ -97,14 +100,6 @@ def test_it_goes_on_and_ends_in_the_same_bytes(case, of_zeros, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"out", "whole"}
 
 
-@pytest.fixture(scope="module")
-def whole_gguf(of_zeros, tmp_path_factory):
-    """The files of that export in one go."""
-    out = tmp_path_factory.mktemp("whole") / "out"
-    export(of_zeros("symmetric"), out, *CASES["gguf"])
-    return tree(out)
-
-
 def record(out):
     return out.with_name(f".{out.name}.exporting") / "record.json"
 
@@ -132,6 +127,15 @@ def test_the_released_checkpoint_goes_on(of_zeros, short_model, asked, tmp_path)
     assert (out / "model.safetensors").read_bytes() == (short_model / "model.safetensors").read_bytes()
 
 
+def two_files(out):
+    """Stop an export of nothing after two files, which it keeps."""
+    with pytest.raises(KeyboardInterrupt), working(out, {}, 0, Notes()) as made:
+        for name in ("one", "two"):
+            made.path("files", name).write_text(name)
+            made.finish(f"files/{name}")
+        raise KeyboardInterrupt
+
+
 def elsewhere(file):
     """Move a file or folder out of the working directory, and put a link in its place."""
     there = next(path for path in file.parents if path.name == ".out.exporting").with_name("elsewhere")
@@ -141,91 +145,92 @@ def elsewhere(file):
 
 DAMAGE = {
     "damaged": lambda file: flip(file, -1),
-    "short": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "short": lambda file: os.truncate(file, 2),
     "gone": lambda file: file.unlink(),
     "a link": elsewhere,
     "a link to its folder": lambda file: elsewhere(file.parent),
-    "record": lambda file: (file.parents[1] / "record.json").write_text('{"files": {"files/model-00001": "x"}}'),
 }
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_what_is_damaged_or_elsewhere_is_not_taken(how, whole_gguf, of_zeros, tmp_path):
-    """The output has files of its own."""
-    target, wanted = CASES["gguf"]
-    bundle, out = of_zeros("symmetric"), tmp_path / "out"
-    stopped(bundle, out, target, wanted, 2, None)
-    DAMAGE[how](min((record(out).parent / "files").iterdir()))
-    notes = Notes()
-    export(bundle, out, target, wanted, reporter=notes)
-    assert tree(out) == whole_gguf and not any(p.is_symlink() for p in out.iterdir())
-    again = [note for note in notes.notes if "is not as it was written: it is written again" in note]
-    assert bool(again) == (how != "record")
-    assert any("goes on" in n for n in notes.notes) == (how in ("damaged", "short", "gone", "a link"))
+def test_what_is_damaged_or_elsewhere_is_not_taken(how, tmp_path):
+    """It is written again, into a file of the working directory."""
+    out, notes = tmp_path / "out", Notes()
+    two_files(out)
+    DAMAGE[how](record(out).parent / "files" / "one")
+    there = [path.read_bytes() for path in (tmp_path / "elsewhere").rglob("*")]
+    with working(out, {}, 0, notes) as made:
+        assert not made.has("files/one") and made.has("files/two") == (how != "a link to its folder")
+        made.path("files", "one").write_text("again")
+    assert {path.name for path in out.iterdir()} <= {"one", "two"} and not (out / "one").is_symlink()
+    assert (out / "one").read_text() == "again"
+    assert [path.read_bytes() for path in (tmp_path / "elsewhere").rglob("*")] == there
+    assert "files/one is not as it was written: it is written again" in notes.notes[0]
+    assert any("goes on" in note for note in notes.notes) == (how != "a link to its folder")
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
-def test_a_stop_while_digests_are_checked(kind, of_zeros, tmp_path, monkeypatch):
+def test_a_stop_while_digests_are_checked(kind, tmp_path):
     """It keeps what is there and holds no lock: the same process may go on."""
-    target, wanted = CASES["gguf"]
-    bundle, out = of_zeros("symmetric"), tmp_path / "out"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "replace_file", lambda *_: (_ for _ in ()).throw(kind(errno.ENOSPC, "full")))
-        with pytest.raises(TargetError if kind is OSError else kind):
-            export(bundle, out, target, wanted)
+    out = tmp_path / "out"
+
+    def stopped_in(name):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(TargetError if kind is OSError else kind):
+            patch.setattr(work, name, lambda *_: (_ for _ in ()).throw(kind(errno.EIO, "damaged")))
+            with working(out, {}, 0, Notes()):
+                pass
+
+    stopped_in("replace_file")
     assert list(tmp_path.iterdir()) == [], "nothing was there yet"
-    stopped(bundle, out, target, wanted, 2, KeyboardInterrupt)
+    two_files(out)
     before = kept(out)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "digest_of", lambda *_: (_ for _ in ()).throw(kind(errno.EIO, "damaged")))
-        with pytest.raises(TargetError if kind is OSError else kind):
-            export(bundle, out, target, wanted)
-    assert kept(out) == before
-    notes = Notes()
-    export(bundle, out, target, wanted, reporter=notes)
-    assert "goes on" in notes.notes[0] and {p.name for p in tmp_path.iterdir()} == {"out"}
+    stopped_in("digest_of")
+    assert kept(out) == before and len(before) == 2
+    with working(out, {}, 0, Notes()) as made:
+        assert made.has("files/one") and made.has("files/two")
+    assert {p.name for p in tmp_path.iterdir()} == {"out"}
 
 
 def test_another_export_begins_anew(of_zeros, asked, tmp_path):
     """Of other options, or of another bundle; a refusal before it begins leaves what is there."""
     bundle, out = of_zeros("symmetric"), tmp_path / "out"
-    target, wanted = CASES["gguf"]
-    for other, options in (
-        (bundle, Wanted("4", dense="w4", shard="150kB")), (bundle, Wanted("4", dense="w8", shard="200kB")),
-        (of_zeros("integer"), Wanted("bf16", shard="150kB")),
-    ):  # fmt: skip
-        stopped(bundle, out, target, wanted, 1, None)
-        refused(asked(bundle, "--to", "gguf", "--bits", "3"), "w3 is not exported")
-        assert len(json.loads(record(out).read_text())["files"]) == 1
-        notes = Notes()
-        export(other, out, target, options, reporter=notes)
-        assert not any("goes on" in n for n in notes.notes)
-        export(other, tmp_path / "whole", target, options)
-        assert tree(out) == tree(tmp_path / "whole")
-        for path in (out, tmp_path / "whole"):
-            shutil.rmtree(path)
+    _, wanted = CASES["gguf"]
+    exact = Wanted("bf16", shard="150kB")
+    changes = ({}, {"dense": "w4"}, {"bits": "8"}, {"shard": "200kB"})
+    others = [("gguf", bundle, replace(wanted, **change)) for change in changes]
+    others += [("gguf", bundle, exact), ("gguf", of_zeros("integer"), exact), ("gptq", bundle, wanted)]
+    others += [("compressed-tensors", bundle, replace(wanted, scales=scales)) for scales in ("bf16", "fp32")]
+    forms = ((target_of(to), open_bundle(path), options) for to, path, options in others)
+    keys = {json.dumps(made_for(choose(path, form, options), form), sort_keys=True) for form, path, options in forms}
+    assert len(keys) == len(others)
+    stopped(bundle, out, *CASES["gguf"], 1, KeyboardInterrupt)
+    refused(asked(bundle, "--to", "gguf", "--bits", "3"), "w3 is not exported")
+    assert len(json.loads(record(out).read_text())["files"]) == 1
+    notes = Notes()
+    for path in (out, tmp_path / "whole"):
+        export(of_zeros("integer"), path, "gguf", exact, reporter=notes)
+    assert not any("goes on" in n for n in notes.notes)
+    assert tree(out) == tree(tmp_path / "whole")
 
 
 RECORDS = {
     "nested": '{"files": ' + "[" * 200_000, "no name": '{"files": {"files/\\u0000": [1, ""]}}',
     "half a character": '{"files": {"files/\\ud800": [1, ""]}}', "no file": '{"files": {"": [1, ""]}}',
     "elsewhere": '{"files": {"../theirs": [1, ""]}}', "long": '{"files": {"' + "x" * 300 + '": [1, ""]}}',
+    "no pair": '{"files": {"files/one": "x"}}',
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("how", RECORDS)
 def test_a_record_that_is_none(how, tmp_path):
     """Nothing is taken by it, and nothing elsewhere touched."""
-    out, notes = tmp_path / "out", Notes()
+    out = tmp_path / "out"
     (tmp_path / "theirs").write_text("x")
-    with pytest.raises(KeyboardInterrupt), working(out, {}, 0, notes) as made:
-        made.path("files", "model").write_text("x")
-        made.finish("files/model")
-        raise KeyboardInterrupt
+    two_files(out)
     key = json.loads(record(out).read_text())["made_for"]
     record(out).write_text(RECORDS[how].replace("{", f'{{"made_for": "{key}", ', 1))
-    with working(out, {}, 0, notes) as made:
-        assert not any(map(made.has, ("../theirs", "files/model", "")))
+    with working(out, {}, 0, Notes()) as made:
+        assert not any(map(made.has, ("../theirs", "files/one", "")))
         made.path("files", "other").touch()
     assert tree(tmp_path) == {"out/other": b"", "theirs": b"x"}
 

@@ -27,7 +27,9 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.work import WorkDirectory
 
 RECIPE = parse_recipe(
-    "{quantize: {method: rtn, loss_tokens: 64}, calibration: {samples: 4, length: 64, batch_size: 2}}", "test"
+    "{versions: [bf16, w2], quantize: {method: rtn, loss_tokens: 64}, "
+    "calibration: {samples: 4, length: 64, batch_size: 2}}",
+    "test",
 )
 NEEDS = BuildNeeds(
     process=100 * MIB, loading=300 * MIB, layer=100 * MIB, hidden=400 * MIB, seen=400 * MIB, routing=10 * MIB,
@@ -35,22 +37,11 @@ NEEDS = BuildNeeds(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def measured(demo_model, text, tmp_path_factory):
-    """What processes of their own took."""
-    out = tmp_path_factory.mktemp("measured")
-    python(HELPERS / "peak_memory.py", demo_model, text, out)
-    return {name: json.loads((out / f"{name}.json").read_text()) for name in ("build", "parts")}
-
-
-def test_a_build_stays_in_the_least_that_it_asks_for(measured):
-    """And takes most of it (1.27 measured): a peak that is not seen would be far below."""
-    kept = measured["build"]
-    assert kept["peak"] <= kept["bound"] <= 1.3 * kept["peak"]
-
-
-def test_activations_in_a_file_are_not_in_memory_and_what_a_piece_takes_is_said(measured):
-    found = measured["parts"]
+def test_processes_stay_in_what_is_said_of_them(demo_model, text, tmp_path):
+    """A build in the least that it asks for, of which it takes most; activations in a file; what a piece takes."""
+    python(HELPERS / "peak_memory.py", demo_model, text, tmp_path)
+    kept, found = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("build", "parts"))
+    assert kept["peak"] <= kept["bound"] <= 1.3 * kept["peak"]  # 1.27 measured
     assert found["disk"]["growth"] < 2 * MAPPED < found["memory"]["bytes"] < found["memory"]["growth"] + MIB
     assert found["files"]["left"] == 0, "the file has no name: nothing is left of a process that is killed"
     for piece in (found["batch"], found["refine"], found["dense"]):
@@ -96,14 +87,12 @@ def test_memory_is_used_again_where_there_is_room_for_the_holes(monkeypatch):
 
 
 def test_a_build_reuses_memory_where_that_fits(short_model, text, tmp_path, monkeypatch):
-    """In each layer."""
     entered = []
     monkeypatch.setattr("moepack.pipeline.run.reusing", lambda: nullcontext(entered.append("")))
-    recipe = "calibration: {samples: 4, length: 64, batch_size: 2}"
     for available, times in ((1 << 40, 2), (0, 0)):
         entered.clear()
         monkeypatch.setattr(bound, "available_memory", lambda a=available: a)
-        pipeline.calibrate(short_model, tmp_path / str(available), parse_recipe(recipe, "x"), [text])
+        pipeline.calibrate(short_model, tmp_path / str(available), RECIPE, [text])
         assert len(entered) == times
 
 
@@ -180,27 +169,27 @@ def test_smaller_batches_are_a_setting_of_the_work_directory(short_model, text, 
     other = replace(RECIPE, calibration=replace(RECIPE.calibration, batch_size=4))
     with pytest.raises(InputError, match="made with batch_size 1, now 4"):
         pipeline.build(short_model, tmp_path / "other", other, [text], work=work)
-    pipeline.build(short_model, tmp_path / "anew", RECIPE, [text], work=work, fresh=True)
+    pipeline.calibrate(short_model, work, RECIPE, [text], fresh=True)
     assert json.loads((work / "settings.json").read_text())["calibrate"]["batch_size"] == 2
     with pytest.raises(InputError, match="begun with 2 windows at once, and memory leaves room for 1: give it more"):
-        pipeline.build(short_model, tmp_path / "less", RECIPE, [text], work=work, memory=1)
+        pipeline.calibrate(short_model, work, RECIPE, [text], memory=1)
 
 
-def test_what_cannot_be_kept_is_refused_before_any_work(demo_model, text, tmp_path):
-    arguments = ("build", demo_model, "-o", tmp_path / "b", "-c", text, "--memory", "64MiB", "-q")
-    for more in ((), ("--dry-run",), ("--work", tmp_path / "work")):
+def test_what_cannot_be_kept_is_refused_before_any_work(short_model, text, tmp_path):
+    arguments = ("build", short_model, "-o", tmp_path / "b", "-c", text, "--memory", "64MiB", "-q")
+    for more in (("--dry-run",), ("--work", tmp_path / "work")):
         refused(cli(*arguments, *more), "--memory 64MiB cannot be kept: the least is ")
         assert not (tmp_path / "b").exists() and not (tmp_path / "work" / "calibrate").exists()
 
 
-def test_the_dry_run_says_the_numbers_of_the_bound(demo_model, text, tmp_path, monkeypatch):
+def test_the_dry_run_says_the_numbers_of_the_bound(short_model, text, tmp_path, monkeypatch):
     monkeypatch.setattr("moepack.pipeline.needs.resident_memory", lambda: 1000 * MIB)
-    free = estimate(demo_model, tmp_path / "b", RECIPE, [text])
+    free = estimate(short_model, tmp_path / "b", RECIPE, [text])
     with pytest.raises(InputError) as caught:
-        estimate(demo_model, tmp_path / "b", RECIPE, [text], memory=1)
+        estimate(short_model, tmp_path / "b", RECIPE, [text], memory=1)
     found = re.search(r"the least is (\d+)MiB", str(caught.value))
     least = int(found.group(1)) * MIB
-    tight = estimate(demo_model, tmp_path / "b", RECIPE, [text], memory=least)
+    tight = estimate(short_model, tmp_path / "b", RECIPE, [text], memory=least)
     assert sum(tight.memory.values()) <= least <= sum(free.memory.values()) + MIB
     assert free.batch_size == 2 and free.on_disk == ""
 

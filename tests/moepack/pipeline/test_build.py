@@ -11,15 +11,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import RTN, build_from, cli, refused, spy, tree
+from support import RTN, Notes, build_from, cli, refused, spy, tree
 
 import moepack
+from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.forward import CalibrationPass
 from moepack.pack.errors import InputError, MoepackError, TargetError
+from moepack.pack.tables import FEW_TOKENS
 from moepack.pipeline import build as pipeline
+from moepack.pipeline.add import add
 from moepack.pipeline.dryrun.estimate import estimate
+from moepack.pipeline.few_tokens import advice
 from moepack.pipeline.recipe import parse_recipe
-from moepack.reports.inspect import inspect
+from moepack.pipeline.start import calibration_text
+from moepack.pipeline.work import WorkDirectory
+from moepack.quantize import losses
+from moepack.reports.inspect import inspect, render
 from moepack.reports.verify import verify
 
 
@@ -38,83 +45,83 @@ def test_stages_write_the_same_bytes_as_one_pass(short_model, text, tmp_path, wh
     assert sorted(p.name for p in tmp_path.iterdir()) == ["resumed", "staged", "work"]
 
 
-def test_changed_settings_are_refused_by_name(short_model, text, evaluation, tmp_path):
-    work = tmp_path / "work"
-    pipeline.calibrate(short_model, work, parse_recipe(RTN, "test"), [text])
-    pipeline.quantize(work)
-    for change, name in (
-        (("length: 64", "length: 32"), "length 64, now 32: use the old setting"),
-        (("batch_size: 2", "batch_size: 4"), "batch_size 2, now 4"),
-        (("rtn", "hqq"), 'method "rtn", now "hqq"'),
-        (("loss_tokens: 64", "loss_tokens: 65"), "loss_tokens 64, now 65"),
-    ):
-        with pytest.raises(InputError, match=f"made with {name}"):
-            build_from(RTN.replace(*change), short_model, tmp_path / "b", [text], work=work)
-    with pytest.raises(InputError, match=r'made with text \["calibration.jsonl"\], now \["evaluation.jsonl"\]'):
-        build_from(RTN, short_model, tmp_path / "b", [evaluation], work=work)
-    other = parse_recipe(RTN.replace("rtn", "hqq"), "t")
-    pipeline.build(short_model, tmp_path / "b", other, [text], work=work, fresh=True)
-    assert inspect(tmp_path / "b")["methods"]["w2"] == {"hqq": 32}
-
-
 def test_two_builds_in_one_work_directory(short_model, text, tmp_path):
-    from moepack.pipeline.work import WorkDirectory
-
     first, other = WorkDirectory(tmp_path / "work"), WorkDirectory(tmp_path / ".b.work-used")
     WorkDirectory(tmp_path / ".b.work-left").close()
     with pytest.raises(TargetError, match="another build is at work"):
         build_from(RTN, short_model, tmp_path / "b", [text], work=tmp_path / "work")
     first.close()
     WorkDirectory(tmp_path / "work").close()
-    with pytest.raises(InputError, match=r"no-model"):
-        build_from(RTN, tmp_path / "no-model", tmp_path / "b", [text])
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".b.work-used", "work"], "a killed build's folder goes"
+    for target in (tmp_path / "b", tmp_path / "new" / "deep" / "b"):
+        with pytest.raises(InputError, match=r"no-model"):
+            build_from(RTN, tmp_path / "no-model", target, [text])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".b.work-used", "work"], (
+        "a killed build's folder goes, and new ones"
+    )
     other.close()
 
 
-def test_quantised_by_another_recipe_than_calibrated(short_model, text, tmp_path):
-    """Nothing is quantised yet, so nothing is mixed; the bundle tells of the recipe that made it."""
-    from moepack.pipeline.add import add
-
+def test_quantised_by_another_recipe_than_calibrated(short_model, text, evaluation, tmp_path, monkeypatch):
+    """Nothing is quantised yet, so nothing is mixed; the bundle tells of the recipe that made it. From then on settings
+    that change are refused by name."""
     work, other = tmp_path / "work", tmp_path / "other.yaml"
-    other.write_text(RTN.replace("rtn", "rtn, refine: false").replace("loss_tokens: 64", "loss_tokens: 65"))
-    pipeline.calibrate(short_model, work, parse_recipe(RTN, "t"), [text])
+    recipe = f"versions: [w2]\n{RTN}"
+    other.write_text(recipe.replace("rtn", "rtn, refine: false").replace("loss_tokens: 64", "loss_tokens: 65"))
+    pipeline.calibrate(short_model, work, parse_recipe(recipe, "t"), [text])
     pipeline.quantize(work, str(other))
     pipeline.pack(work, tmp_path / "b")
     assert moepack.open(tmp_path / "b").manifest.provenance["recipe"] == other.read_text()
     add(tmp_path / "b", work, ["w1"])
-    assert "w1" in [v.name for v in moepack.open(tmp_path / "b").versions]
-    with pytest.raises(InputError, match="loss_tokens 65, now 64"):
-        build_from(RTN, short_model, tmp_path / "c", [text], work=work)
+    assert [v.name for v in moepack.open(tmp_path / "b").versions] == ["w2", "w1"]
+    for change, name in (
+        (("length: 64", "length: 32"), "length 64, now 32: use the old setting"),
+        (("batch_size: 2", "batch_size: 4"), "batch_size 2, now 4"),
+        (("rtn", "hqq"), 'method "rtn", now "hqq"'),
+        (("loss_tokens: 65", "loss_tokens: 64"), "loss_tokens 65, now 64"),
+    ):
+        with pytest.raises(InputError, match=f"made with {name}"):
+            build_from(other.read_text().replace(*change), short_model, tmp_path / "c", [text], work=work)
+    with pytest.raises(InputError, match=r'made with text \["calibration.jsonl"\], now \["evaluation.jsonl"\]'):
+        build_from(recipe, short_model, tmp_path / "c", [evaluation], work=work)
+    now = losses.ESTIMATE
+    monkeypatch.setattr(losses, "ESTIMATE", now + 1)
+    with pytest.raises(InputError, match=f"made with estimate of losses {now}, now {now + 1}: .*fresh"):
+        pipeline.quantize(work, str(other))
     (work / "settings.json").unlink()
     with pytest.raises(InputError, match="run moepack calibrate first"):
         pipeline.quantize(work)
 
 
-def test_starting_over_is_stopped(short_model, text, evaluation, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", ["rename", "rmtree"])
+def test_starting_over_is_stopped(tmp_path, monkeypatch, at):
     """What followed from the text before is not taken for what follows from the new one, wherever --fresh stopped."""
-    from moepack.pipeline.work import WorkDirectory
+    stages, accepted = ("calibrate", "quantize", "add-w1.64"), []
+    for last in itertools.count(1):
+        with contextlib.closing(WorkDirectory(tmp_path / f"{last}")) as work:
+            for stage in stages:
+                work.begin(stage, {"text": "old"}, False)
+                work.mark(stage, 0, {})
+            work.object("0" * 64).write_bytes(b"old")
+            calls = itertools.count(1)
 
-    work, recipe = tmp_path / "work", parse_recipe(RTN, "t")
-    pipeline.build(short_model, tmp_path / "new", recipe, [evaluation])
-    for stops, at in ((WorkDirectory, "begin"), (shutil, "rmtree")):
-        pipeline.build(short_model, tmp_path / "old", recipe, [text], work=work, fresh=True)
-        calls = itertools.count(1)
+            def stop(*_, calls=calls, last=last, **more):
+                if next(calls) == last:
+                    raise KeyboardInterrupt
 
-        def stop(*_, calls=calls, **more):
-            if next(calls) == 2:
-                raise KeyboardInterrupt
-
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            spy(patch, stops, at, stop)
-            pipeline.build(short_model, tmp_path / "b", recipe, [evaluation], work=work, fresh=True)
-        with contextlib.suppress(InputError):  # refused, or whole
-            pipeline.calibrate(short_model, work, recipe, [evaluation])
-            pipeline.build(short_model, tmp_path / "b", recipe, [evaluation], work=work)
-            assert tree(tmp_path / "b") == tree(tmp_path / "new")
-            shutil.rmtree(tmp_path / "b")
-        shutil.rmtree(tmp_path / "old")
-        shutil.rmtree(work)
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                spy(patch, *((Path, at) if at == "rename" else (shutil, at)), stop)
+                work.begin("calibrate", {"text": "new"}, True)
+            try:
+                work.begin("calibrate", {"text": "new"}, False)
+            except InputError:
+                accepted.append(False)
+                continue
+            accepted.append(True)
+            assert not any(map(work.holds, stages))
+            if next(calls) <= last:  # it was not stopped any more
+                break
+    assert accepted[0] is False and len(accepted) > len(stages)
+    assert not list((tmp_path / f"{last}" / "objects").glob("*"))
 
 
 def test_the_manifest_tells_how_the_bundle_was_made(bundle):
@@ -145,6 +152,41 @@ def test_a_full_disk_is_one_line_and_then_there_is_room(short_model, text, tmp_p
     build_from(RTN, short_model, tmp_path / "b", [text], work=work)
     assert tree(tmp_path / "b") == whole
     assert not list((work / "objects").iterdir()), "objects are dropped once their layer is done"
+
+
+FEW = """
+versions: [w4]
+quantize: {method: rtn, loss_tokens: 64}
+calibration: {samples: 6, length: 32, batch_size: 4}
+"""
+
+
+def test_experts_that_few_calibration_tokens_reach_are_said(short_model, text, tmp_path):
+    notes = Notes()
+    build_from(FEW, short_model, tmp_path / "b", [text], reporter=notes)
+    facts = inspect(tmp_path / "b")
+    assert facts["calibration_tokens"] == 6 * 32
+    # Six windows bring 384 tokens to a layer's 16 experts: most are below what losses need.
+    tables = moepack.open(tmp_path / "b").calibration()
+    few = sum(int((t.tokens < 256).sum()) for t in tables.layers)
+    assert FEW_TOKENS == 256 and few > 16
+    said = {"below": 256, "experts": few}
+    assert facts["few_tokens"] == said == moepack.open(tmp_path / "b").manifest.provenance["calibration"]["few_tokens"]
+    assert any(n.startswith(f"{few} of 32 experts were reached by fewer than 256 tokens") for n in notes.notes)
+    assert f"{few} experts had fewer than 256" in str(render(facts).caption)
+    assert f"{few} of 32 experts had fewer than 256" in (tmp_path / "b" / "README.md").read_text()
+    assert advice({}, 64) == "", "nothing is said where all have enough"
+    assert "3 of 1,024 experts" in (said := advice({2: 1, 7: 2}, 1024)) and "layer 7: 2" in said
+
+
+def test_weights_of_a_recipe_reach_the_windows(short_model, text, evaluation, tmp_path):
+    mixed = f"calibration: {{data: [{{source: '{text}', weight: 3}}, '{evaluation}'], samples: 8, length: 32}}"
+    recipe = parse_recipe(f"versions: [w4]\nquantize: {{method: rtn, loss_tokens: 64}}\n{mixed}", "x")
+    pipeline.build(short_model, tmp_path / "b", recipe)
+    calibration = moepack.open(tmp_path / "b").manifest.provenance["calibration"]
+    assert calibration["windows"] == [6, 2] and calibration["sources"] == [text.name, evaluation.name]
+    sources, windows = calibration_text(open_checkpoint(short_model), recipe, [evaluation])
+    assert sources == [str(evaluation)] and list(windows.taken) == [8], "what is named takes the recipe's place"
 
 
 # --- the dry run

@@ -25,7 +25,7 @@ from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.tasks.experts import ExpertBatchTask, batch_settings
 from moepack.pipeline.tasks.result import load_result
 from moepack.pipeline.work import WorkDirectory
-from moepack.quantize import expert_batch
+from moepack.quantize import expert_batch, losses
 
 RECIPE = """
 quantize: {method: gptq, group_size: 64, loss_tokens: 64}
@@ -84,6 +84,14 @@ def order(demo_model, tmp_path):
     return (task, folder / "piece"), WorkerCheckpoint(str(demo_model), identity(opened)[1]), seen
 
 
+def test_a_batch_of_another_estimate_of_losses_is_not_taken(order, monkeypatch):
+    task = order[0][0]
+    before = task.address("observed")
+    assert task.address("observed") == before != task.address("other")
+    monkeypatch.setattr(losses, "ESTIMATE", losses.ESTIMATE + 1)
+    assert task.address("observed") != before
+
+
 def test_written_or_answered(order, tmp_path, monkeypatch):
     what, source, seen = order
     probe = DirectoryProbe.leave(tmp_path)
@@ -103,19 +111,20 @@ def test_written_or_answered(order, tmp_path, monkeypatch):
     assert len(pieces) == -(-len(data) // 10_000)
 
 
-@pytest.mark.parametrize("what", ["path", "bytes", "lacking"])
-def test_another_checkpoint_is_refused(what, order, demo_model, tmp_path):
+def test_another_checkpoint_is_refused(order, demo_model, tmp_path):
     placed, source, seen = order
-    if what == "path":
-        source, said = replace(source, path=str(tmp_path / "nowhere")), "every node has to see the checkpoint there"
-    else:
-        weights = Path(shutil.copytree(demo_model, tmp_path / "copy")) / "model.safetensors"
-        flip(weights, -1) if what == "bytes" else weights.unlink()
-        said = "is another file on" if what == "bytes" else "model.safetensors"
-        source = replace(source, path=str(weights.parent))
-    with pytest.raises(InputError, match=said) as caught:
-        list(run_task(placed, source, DirectoryProbe.leave(tmp_path), seen))
-    assert "\n" not in str(caught.value) and not placed[1].exists()
+    weights = Path(shutil.copytree(demo_model, tmp_path / "copy")) / "model.safetensors"
+
+    def not_made(path, said):
+        with pytest.raises(InputError, match=said) as caught:
+            list(run_task(placed, replace(source, path=str(path)), DirectoryProbe.leave(tmp_path), seen))
+        assert "\n" not in str(caught.value) and not placed[1].exists()
+
+    not_made(tmp_path / "nowhere", "every node has to see the checkpoint there")
+    flip(weights, -1)
+    not_made(weights.parent, "is another file on")
+    weights.unlink()
+    not_made(weights.parent, "model.safetensors")
 
 
 def test_a_file_of_another_machine(tmp_path):

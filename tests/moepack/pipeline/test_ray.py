@@ -2,17 +2,18 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
-import tiny_models
 from native_checkpoints import released, small
 from released_kinds import E8M0, block_fp8
-from support import build_from, running, spy, tree
+from support import build_from, edit_config, edit_tensors, running, spy, tree
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
@@ -39,7 +40,6 @@ quantize: {method: gptq, group_size: 64, loss_tokens: 64}
 calibration: {samples: 4, length: 64, batch_size: 4}
 """
 LAYERS, TOKENS = 2, 4 * 64
-WITHOUT = {"tie_word_embeddings": False, "num_hidden_layers": 2, "mlp_only_layers": [0], "hidden_size": 80}
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,19 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def local(short_model, text, tmp_path_factory):
-    """What the local executor makes, and leaves of a work directory's objects: nothing."""
+def untied(short_model, tmp_path_factory):
+    """The short model with an output projection of its own, a part without experts."""
+    path = Path(shutil.copytree(short_model, tmp_path_factory.mktemp("untied") / "checkpoint"))
+    edit_config(path, tie_word_embeddings=False)
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def local(untied, text, tmp_path_factory):
+    """What the local executor makes."""
     folder = tmp_path_factory.mktemp("local")
-    build_from(RECIPE, short_model, folder / "b", [text])
+    build_from(RECIPE, untied, folder / "b", [text])
     return tree(folder / "b")
 
 
@@ -108,10 +117,10 @@ def killing(wanted, when=lambda: True):
         watcher.join()
 
 
-def test_the_same_bytes_with_workers_killed(executor, out, local, short_model, text, tmp_path):
+def test_the_same_bytes_with_workers_killed(executor, out, local, untied, text, tmp_path):
     """And calibration goes ahead: with a batch a layer and two slots, as many layers as batches may be out."""
     with killing(1) as killed:
-        build_from(RECIPE, short_model, tmp_path / "ray", [text], work=tmp_path / "work")
+        build_from(RECIPE, untied, tmp_path / "ray", [text], work=tmp_path / "work")
     assert killed, "no worker was seen at work"
     assert 1 <= max(out) <= on_ray.AHEAD * 2 and executor._slots == 2
     assert tree(tmp_path / "ray") == local
@@ -120,12 +129,13 @@ def test_the_same_bytes_with_workers_killed(executor, out, local, short_model, t
     assert list((tmp_path / "work" / "objects").iterdir()) == []
 
 
-def test_slices_of_dense_matrices_with_a_worker_killed(executor, short_model, text, tmp_path, monkeypatch):
-    """The same bytes by one and two threads here and by one and two workers there, of whom one dies at a slice. The
-    first layer has no experts; the last part is lm_head."""
-    checkpoint = tiny_models.save_tiny("qwen3_moe", tmp_path / "checkpoint", short_model, **WITHOUT)
-    monkeypatch.setattr(dense_matrix, "ROW_SHARD", 4 * 80 * 64)  # of lm_head 64 slices
-    recipe = parse_recipe(RECIPE.replace("gptq", "rtn").replace("[w8]", "[w8, w4]"), "test")
+def test_slices_of_a_released_checkpoint_with_a_worker_killed(executor, demo_model, text, tmp_path, monkeypatch):
+    """Workers read its codes and scales: of experts, whose FP4 leaves the file as it is, and of attention in FP8. The
+    same bytes by one and two threads here and by two workers there, of whom one dies at a slice."""
+    plain, checkpoint = small(demo_model, tmp_path / "plain"), tmp_path / "checkpoint"
+    released(plain, checkpoint, "deepseek mxfp4", lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0))
+    monkeypatch.setattr(dense_matrix, "ROW_SHARD", 4 * 128 * 64)
+    recipe = parse_recipe(RECIPE.replace("bf16, w4", "native").replace("gptq", "rtn").replace("[w8]", "[w4]"), "test")
     made = []
     with monkeypatch.context() as patch:
         at_work = running(patch, local_executor, "make_row_shard")
@@ -141,28 +151,13 @@ def test_slices_of_dense_matrices_with_a_worker_killed(executor, short_model, te
         return bool(running) and all(isinstance(task, RowShardTask) for task in running)
 
     with killing(1, slices_alone) as killed:
-        build(checkpoint, tmp_path / "two", recipe, [text], work=tmp_path / "work")
+        build(checkpoint, tmp_path / "ray", recipe, [text], work=tmp_path / "work")
     assert killed and executor._slots == 2 and list((tmp_path / "work" / "objects").iterdir()) == []
-    monkeypatch.setattr(on_ray, "THREADS", 2)  # of the cluster's two cores
-    build(checkpoint, tmp_path / "one", recipe, [text])
-    assert executor._slots == 1
-    assert made[0] == made[1] == tree(tmp_path / "two") == tree(tmp_path / "one")
-
-
-def test_a_released_checkpoint(executor, demo_model, text, tmp_path):
-    """Workers read its codes and scales: of experts, whose FP4 leaves the file as it is, and of attention in FP8."""
-    plain = small(demo_model, tmp_path / "plain")
-    released(plain, tmp_path / "checkpoint", "deepseek mxfp4", lambda r, n, c: block_fp8(r, n, c, 128, "scale", E8M0))
-    recipe = parse_recipe(RECIPE.replace("bf16, w4", "native").replace("gptq", "rtn").replace("[w8]", "[w4]"), "test")
-    build(tmp_path / "checkpoint", tmp_path / "ray", recipe, [text])
     assert executor.traffic.orders > 0 and executor.traffic.results == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "open_executor", lambda *asked: local_executor.Local())
-        build(tmp_path / "checkpoint", tmp_path / "local", recipe, [text])
-    assert tree(tmp_path / "ray") == tree(tmp_path / "local")
+    assert made[0] == made[1] == tree(tmp_path / "ray")
     bundle = open_bundle(tmp_path / "ray")
     assert [v.name for v in (*bundle.versions, *bundle.dense_versions)] == ["mxfp4", "w2", "fp8", "w4"]
-    assert verify(tmp_path / "ray", tmp_path / "checkpoint") == []
+    assert verify(tmp_path / "ray", checkpoint) == []
 
 
 class Counting(Reporter):
@@ -178,48 +173,36 @@ class Counting(Reporter):
 
 
 def test_no_weights_go_through_the_driver(
-    executor, local, short_model, text, tmp_path,
+    executor, local, untied, text, tmp_path,
     monkeypatch,
 ):  # fmt: skip
     """Its traffic is exactly the tokens that experts saw, the moments of what dense matrices read (two of
-    [cols, cols] for q, k and v, two for o), and a few bytes a piece."""
+    [cols, cols] for q, k and v, two for o, two for lm_head), and a few bytes a piece."""
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.quantize import expert_batch
 
     monkeypatch.setattr(expert_batch, "MOST", 4)
-    config = open_checkpoint(short_model).config
+    config = open_checkpoint(untied).config
     counting = Counting()
-    build_from(RECIPE, short_model, tmp_path / "ray", [text], reporter=counting)
-    assert counting.done == LAYERS * (16 + 4), "progress reaches every expert and dense matrix"
+    build_from(RECIPE, untied, tmp_path / "ray", [text], reporter=counting)
+    assert counting.done == LAYERS * (16 + 4) + 1, "progress reaches every expert and dense matrix"
     tokens = LAYERS * TOKENS * (2 * config.hidden_size + 8 * config.num_experts_per_tok)
     assert executor.traffic.tokens == tokens and executor.traffic.results == 0
     heads = config.num_attention_heads * config.head_dim
-    assert executor.traffic.moments == LAYERS * 8 * (config.hidden_size**2 + heads**2)
+    assert executor.traffic.moments == 8 * ((LAYERS + 1) * config.hidden_size**2 + LAYERS * heads**2)
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
     rest = executor.traffic.orders + executor.traffic.answers
-    assert rest < 4096 * LAYERS * (16 // 4 + 4 + 1) + 4096 < weights / 10, (rest, weights)
+    assert rest < 4096 * LAYERS * (16 // 4 + 4 + 1) + 3 * 4096 < weights / 10, (rest, weights)
 
 
-def unseen(patch):
-    """Let workers find another word than the one that was left in the directory."""
+def test_a_directory_that_workers_do_not_see(executor, local, untied, text, tmp_path, monkeypatch):
+    """Batches come back in pieces, to the same bytes; those that change on their way are refused."""
     leave = DirectoryProbe.leave
-    patch.setattr(DirectoryProbe, "leave", staticmethod(lambda folder: replace(leave(folder), word="another")))
-
-
-def test_a_directory_that_workers_do_not_see(
-    executor, local, short_model, text, tmp_path,
-    monkeypatch,
-):  # fmt: skip
-    """Batches come back in pieces; the same bytes. One that comes with others is not kept."""
-    unseen(monkeypatch)
-    build_from(RECIPE, short_model, tmp_path / "ray", [text])
+    monkeypatch.setattr(DirectoryProbe, "leave", staticmethod(lambda folder: replace(leave(folder), word="another")))
+    build_from(RECIPE, untied, tmp_path / "ray", [text])
     assert tree(tmp_path / "ray") == local
     weights = sum(len(b) for name, b in local.items() if "experts" in name)
     assert executor.traffic.results > 0.99 * weights
-
-
-def test_pieces_that_change_on_their_way_are_refused(executor, short_model, text, tmp_path, monkeypatch):
-    unseen(monkeypatch)
     get = OnRay._get
 
     def damaged(self, reference):
@@ -227,15 +210,16 @@ def test_pieces_that_change_on_their_way_are_refused(executor, short_model, text
         return answer if isinstance(answer, str) or answer is None else answer ^ 1
 
     monkeypatch.setattr(OnRay, "_get", damaged)
+    monkeypatch.setattr(pipeline, "open_executor", lambda name, address: OnRay(None))
     with pytest.raises(InputError, match="was changed in transfer"):
-        build_from(RECIPE, short_model, tmp_path / "ray", [text], work=tmp_path / "work")
-    assert list((tmp_path / "work" / "objects").iterdir()) == [] and not (tmp_path / "ray").exists()
+        build_from(RECIPE, untied, tmp_path / "b", [text], work=tmp_path / "work")
+    assert list((tmp_path / "work" / "objects").iterdir()) == [] and not (tmp_path / "b").exists()
 
 
-def test_no_node_has_what_a_batch_takes(executor, short_model, text, tmp_path, monkeypatch):
+def test_no_node_has_what_a_batch_takes(executor, untied, text, tmp_path, monkeypatch):
     monkeypatch.setattr(on_ray, "PROCESS", 1 << 50)
     with pytest.raises(InputError, match="no node of the cluster has that"):
-        build_from(RECIPE, short_model, tmp_path / "b", [text])
+        build_from(RECIPE, untied, tmp_path / "b", [text])
 
 
 def test_slots_are_counted_by_node():

@@ -25,7 +25,6 @@ def test_versions_that_are_kept_are_the_same_bytes(bundle, tmp_path):
     assert done.bytes_before - done.bytes_after == gone
     note = json.loads(after["manifest.json"])["provenance"]["shrunk"]
     assert [(x["from"], x["kept"]) for x in note] == [(["bf16", "w4", "w3", "w2", "w1"], ["w4", "w2"])]
-    assert moepack.load(tmp_path / "small").moepack.versions[0][0] == "w4"
     again = shrink(tmp_path / "small", tmp_path / "smaller", ["w2"])
     assert again.versions == ("w2",)
     note = json.loads((tmp_path / "smaller" / "manifest.json").read_text())["provenance"]["shrunk"]
@@ -52,7 +51,6 @@ def test_the_map_of_the_manifest_stays_with_its_versions(bundle, tmp_path):
     named = {name for row in table.versions for name in row}
     done = shrink(bundle, tmp_path / "small", allocation=True)
     assert set(done.versions) == named < {"bf16", "w4", "w3", "w2", "w1"}
-    assert moepack.open(tmp_path / "small").manifest.allocation == table
     model = moepack.load(tmp_path / "small", policy="static:allocation")
     assert model.moepack.versions == table.versions
 

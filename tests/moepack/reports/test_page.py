@@ -44,14 +44,10 @@ def page_of(bundle, out):
     return text, Page(text)
 
 
-@pytest.fixture(scope="module")
-def shown(bundle, tmp_path_factory):
-    """The text and the elements of the bundle's page, in a folder that was not there."""
-    return page_of(bundle, tmp_path_factory.mktemp("page") / "new" / "report.html")
-
-
-def test_it_says_what_inspect_says(bundle, shown, tmp_path):
-    facts, (text, page) = inspect(bundle), shown
+def test_it_says_what_inspect_says(bundle, tmp_path):
+    """In a folder that was not there, and with nothing from outside."""
+    facts = inspect(bundle)
+    text, page = page_of(bundle, tmp_path / "new" / "report.html")
     for name, v in facts["versions"].items():
         loss = shown_loss(facts["loss"][name], facts["loss_error"][name])
         assert name in page.words and f"{v['bytes']:,}" in page.words and loss in page.words
@@ -67,10 +63,6 @@ def test_it_says_what_inspect_says(bundle, shown, tmp_path):
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
     with pytest.raises(InputError, match=r"a report is a \.html"):
         write_page(bundle, facts, tmp_path / "report.pdf")
-
-
-def test_it_needs_nothing_from_outside(shown):
-    _, page = shown
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "a", "object"})
     for _, attrs in page.tags:
         for value in (attrs.get("href"), attrs.get("src")):

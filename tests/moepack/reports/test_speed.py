@@ -14,10 +14,6 @@ from moepack.runtime.store.files import Stored
 RATES = Rates(memory=10e9, kernels=5e9, disk=2e9, layer=1e-4, moves=1e9)
 
 
-def said(planned):
-    return dict(rows(planned))["speed"]
-
-
 def test_what_takes_a_tokens_time():
     """1 GB dense and 1 GB of experts: 0.2 s of memory; kernels at half its rate take 0.1 s more, 10 layers 1 ms."""
     found = speed(TokenBytes(10, "w4", 1, 10**9, 10**9), RATES)
@@ -41,16 +37,16 @@ def test_a_plan_predicts_by_policy(bundle, monkeypatch):
         assert small.fetched_bytes_per_token > large.fetched_bytes_per_token > whole.fetched_bytes_per_token == 0
         took = small.seconds_per_token
         assert small.expected_tokens_per_second == pytest.approx(1 / (took.memory + took.processor + took.disk))
-        assert took.disk > whole.seconds_per_token.disk == 0 and small.bound_by in said(small)
+        assert took.disk > whole.seconds_per_token.disk == 0 and small.bound_by in dict(rows(small))["speed"]
         assert small.moving_tokens_per_second is None
     fixed = of("static:w4", 1_000)
     assert fixed.fetched_bytes_per_token == 0 and fixed.moving_tokens_per_second is None
     monkeypatch.setattr("torch.get_num_threads", lambda: len(os.sched_getaffinity(0)))
     live = of("hotness:lo=stored", 16_384 * 4)
     assert live.moving_tokens_per_second < live.expected_tokens_per_second
-    assert f"{live.moving_tokens_per_second:,.1f} while experts move" in said(live)
+    assert f"{live.moving_tokens_per_second:,.1f} while experts move" in dict(rows(live))["speed"]
     other = of("importance", 1_000_000)
-    assert other.seconds_per_token is None and "at most" in said(other)
+    assert other.seconds_per_token is None and "at most" in dict(rows(other))["speed"]
 
 
 def test_rates_are_measured(bundle):

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moepack.pack.errors import InputError
@@ -43,7 +43,6 @@ def brute_force(sizes, losses, budget):
     return min(spent(losses, c) for c in choices if spent(sizes, c) <= budget)
 
 
-@settings(max_examples=200)
 @given(cases())
 def test_greedy_is_within_one_upgrade_of_the_best(case):
     sizes, losses, budget = case
@@ -58,7 +57,6 @@ def test_greedy_is_within_one_upgrade_of_the_best(case):
     assert best <= spent(losses, chosen) <= best + max(upgrades, default=0.0) + 1e-9
 
 
-@settings(max_examples=100)
 @given(st.integers(1, 40), st.integers(2, 5), st.data())
 def test_uniform_is_two_neighbours_and_uses_the_budget_up(experts, versions, data):
     steps = data.draw(st.lists(st.integers(1, 9), min_size=versions, max_size=versions))
@@ -73,7 +71,6 @@ def test_uniform_is_two_neighbours_and_uses_the_budget_up(experts, versions, dat
         assert spent(sizes, chosen) + row[base - 1] - row[base] > budget  # not one more would fit
 
 
-@settings(max_examples=200)
 @given(st.data())
 def test_prefix_split_is_the_best_prefix(data):
     """context-aware-cxl-ndp, section 4.2, against every assignment that falls with importance: of those that spend most
@@ -146,12 +143,6 @@ def test_the_map_keeps_to_the_bytes(measured, bits):
     widest = max(max(row) - min(row) for layer in costs for row in layer.sizes)
     assert used <= budget
     assert used > budget - widest or {v for row in table for v in row} == {"bf16"}
-
-
-def test_the_least_average_is_named(measured):
-    opened, costs = measured
-    with pytest.raises(InputError, match=r"average_bits 1\.1 cannot be met: the smallest versions take 1\.333 bits"):
-        allocate(Allocate(1.1), opened.layers, opened.versions, costs)
 
 
 def test_experts_and_dense_matrices_under_one_budget(measured):

@@ -1,6 +1,7 @@
 """Routers and attention: their own code around a kernel, equal results, and what is left alone."""
 
 import copy
+import importlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from support import load_for_logits
 from tiny_models import random_model
 from torch import nn
-from transformers import DynamicCache
+from transformers import AutoConfig, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -27,6 +28,7 @@ from moepack.runtime.kernels import trial
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.kernels.reference import dequantise, sections_of
+from moepack.runtime.kernels.token_native import Choices
 from moepack.runtime.planning.skeleton import LiveBytes
 from moepack.runtime.step.context import Step, opened
 
@@ -249,6 +251,50 @@ def test_routers_run_their_own_code():
         assert torch.allclose(router(x)[0], F.linear(x, router.weight))
     many = torch.randn(40, 96).bfloat16()
     assert torch.equal(router(many)[0], F.linear(many, router.weight))
+
+
+ROUTERS = {  # a family's router: its class, and what a model's configuration says beside its defaults
+    "qwen3_moe": ("Qwen3MoeTopKRouter", {"norm_topk_prob": True}),
+    "mixtral": ("MixtralTopKRouter", {}),
+    "gpt_oss": ("GptOssTopKRouter", {}),
+    "granitemoe": ("GraniteMoeTopKRouter", {"num_local_experts": 40, "num_experts_per_tok": 8}),
+    "deepseek_v2": ("DeepseekV2TopkRouter", {"num_experts_per_tok": 6, "topk_method": "greedy", "n_group": 1}),
+    "deepseek_v3": ("DeepseekV3TopkRouter", {}),
+    "glm4_moe": ("Glm4MoeTopkRouter", {}),
+}
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("family", ROUTERS)
+def test_a_router_chooses_as_its_own_code(family, monkeypatch):
+    """Also among equal scores, which BF16 logits often are; routers of float32 logits compute in float32."""
+    name, facts = ROUTERS[family]
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    torch.manual_seed(0)
+    router = getattr(modeling, name)(AutoConfig.for_model(family, hidden_size=96, **facts))
+    with torch.no_grad():
+        for tensor in (*router.parameters(), *router.buffers()):
+            tensor.copy_(torch.randn(tensor.shape) * (0.2 if tensor.dim() == 1 else 0.1))
+    router.weight.data = router.weight.data.to(torch.float32 if family == "deepseek_v3" else torch.bfloat16)
+    if getattr(router, "bias", None) is not None:
+        router.bias.data = router.bias.data.bfloat16()
+    model = nn.ModuleDict({"mlp": Block(router)})
+    own = type(router)
+    chosen = []
+    choose = Choices.choose
+    monkeypatch.setattr(Choices, "choose", lambda *given: chosen.append(choose(*given)) or chosen[-1])
+    assert serve_routers(model, ["mlp.experts"]) == {name: 1}
+    for x in torch.randn(300, 1, 96).bfloat16():
+        with torch.no_grad():
+            logits, gates, index = router(x)
+            wanted = own.forward(router, x)
+        assert index is chosen[-1][0]
+        assert logits.dtype == wanted[0].dtype and gates.dtype == wanted[1].dtype
+        close = 1e-5 if logits.dtype == torch.float32 and family != "granitemoe" else 2**-6
+        assert (logits - wanted[0]).abs().max() <= close * wanted[0].abs().max()
+        if torch.equal(logits, wanted[0]):
+            assert torch.equal(index, wanted[2])
+            assert (gates - wanted[1]).abs().max() <= 2**-7 * wanted[1].abs().max()
 
 
 def test_a_served_model_decodes_as_without_kernels(bundle, monkeypatch):

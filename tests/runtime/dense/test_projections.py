@@ -15,22 +15,29 @@ import moepack
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.dense import borrowed, norms, projections
 from moepack.runtime.dense.borrowed import serve_attention
+from moepack.runtime.dense.latent import serve_latents
+from moepack.runtime.dense.latent_projections import serve_latent_projections
 from moepack.runtime.dense.projections import serve_projections
-from moepack.runtime.kernels.token_native import Projection
+from moepack.runtime.kernels.token_native import LatentProjection, Projection
 
 IDS = torch.randint(1, 60, (1, 9), generator=torch.Generator().manual_seed(0))  # of two, angles would be broadcast
+# Families with latents, and the rank of their queries
+RANKS = {"deepseek_v2": None, "deepseek_v3": 128, "glm4_moe_lite": 128, "kimi_linear": None}
 
 
 def served(family, projections, **extra):
     """A random model whose dense half is the kernels'."""
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if family == "deepseek_v3" else 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8 if family in RANKS else 4}
+    if family in RANKS:
+        extra |= {"kv_lora_rank": 128, "q_lora_rank": RANKS[family], "qk_rope_head_dim": 32, "head_dim": 32}
     model, _ = random_model(family, torch.bfloat16, hidden_size=256, **heads, **extra)
     serve_linears(model)
     norms.serve_norms(model)
     serve_attention(model)
+    serve_latents(model)
     if projections:
-        model.changed = serve_projections(model)
+        model.changed = serve_projections(model) | serve_latent_projections(model)
     return model.eval()
 
 
@@ -43,19 +50,19 @@ def logits(model, ids=IDS):
     return out
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", "mixtral", "granitemoe", "gpt_oss", "phimoe", "glm4_moe", "deepseek_v3"]
-)
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "phimoe", "glm4_moe", *RANKS])
 def test_logits_keep_their_bits(family, monkeypatch):
     model, plain = served(family, projections=True), served(family, projections=False)
-    layers = 0 if family == "deepseek_v3" else model.config.num_hidden_layers
+    layers = 1 if family == "kimi_linear" else model.config.num_hidden_layers
     assert sum(model.changed.values()) == layers, model.changed
-    run, ran = Projection.run, []
-    monkeypatch.setattr(Projection, "run", lambda *given: ran.append(1) or run(*given))
+    kind = LatentProjection if family in RANKS else Projection
+    run, ran = kind.run, []
+    monkeypatch.setattr(kind, "run", lambda *given: ran.append(1) or run(*given))
     for ids in (IDS, torch.cat((IDS, IDS.flip(1)))):
         for got, wanted in zip(logits(model, ids), logits(plain, ids), strict=True):
             assert torch.equal(got, wanted)
-        assert len(ran) == 6 * layers  # the pass of two sequences adds none
+        # The pass of two sequences adds none, because their angles would be broadcast; kimi_linear has none
+        assert len(ran) == 6 * layers or (family == "kimi_linear" and len(ran) > 6)
 
 
 SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -64,6 +71,7 @@ SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 def test_layers_of_two_kinds():
     """Two layers slide and rotate, the one between does neither. After one trial for the class, all would rotate."""
     of = {"num_hidden_layers": 3, "layer_types": SLIDES, "sliding_window": 4, "mlp_only_layers": []}
+    of |= {"vocab_size": 64, "num_experts": 4, "intermediate_size": 64}
     model, plain = (served("flint", projections, **of) for projections in (True, False))
     assert model.changed == {"FlintAttention": 2}
     assert ["_moepack_projection" in vars(layer.self_attn) for layer in model.model.layers] == [True, False, True]
@@ -155,3 +163,24 @@ def test_a_hook_on_all_modules_sees_the_maps():
     finally:
         hook.remove()
     assert seen.count(model.model.layers[0].self_attn.k_proj) == 6
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_latents_are_those_of_the_modules_own_code(family):
+    """Of many tokens: the module's code normalises a part of wider rows. And what it is told after loading counts."""
+    model = served(family, projections=True)
+    attention = model.model.layers[0].self_attn
+    place = attention._moepack_projection
+    for seed in range(40):
+        x = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        positions = torch.arange(8).view(2, 4)
+        with torch.inference_mode():
+            turn = model.model.rotary_emb(x, positions)
+            held = attention.kv_a_proj_with_mqa(x)
+            _, latent, _ = place.projection.run(x, turn)
+            assert torch.equal(latent[:, 0], attention.kv_a_layernorm(held[..., :128]))
+    assert place.follows(attention) and place.takes(turn, 8)
+    if family == "deepseek_v2":
+        assert not place.takes(turn.conj(), 8)
+    attention.config.rope_interleave = not getattr(attention.config, "rope_interleave", True)
+    assert not place.follows(attention)

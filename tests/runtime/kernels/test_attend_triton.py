@@ -22,7 +22,8 @@ def tensors(sequences, heads, of, size, room, dtype):
 @pytest.mark.parametrize(("sequences", "heads", "of", "size"), [(1, 4, 8, 128), (3, 2, 1, 32), (2, 1, 16, 64)])
 def test_it_is_attention(sequences, heads, of, size, dtype):
     """Lengths about the borders of steps and programs; beyond them, where NaN is, nothing is read."""
-    for room, share, masked in itertools.product((70, 200), (0.01, 0.5, 0.92, 1, 1.05), (False, True)):
+    cases = itertools.product((70, 200), (0.01, 0.5, 0.92, 1, 1.05))
+    for (room, share), masked in zip(cases, itertools.cycle((False, True)), strict=False):  # each share with both
         length = max(1, round(room * share))
         query, keys, values = tensors(sequences, heads, of, size, room, dtype)
         keys[:, :, length:], values[:, :, length:] = float("nan"), float("nan")
@@ -41,8 +42,10 @@ def test_it_is_attention(sequences, heads, of, size, dtype):
         assert (got - want).norm() <= LEAST[dtype] * want.norm(), (room, length, masked)
 
 
-@pytest.mark.parametrize("dtype", LEAST)
-@pytest.mark.parametrize(("window", "sinks"), [(None, False), (50, True)])
+@pytest.mark.parametrize(
+    ("window", "sinks", "dtype"),
+    [(None, False, torch.float32), (50, True, torch.bfloat16), (50, True, torch.float16)],
+)
 def test_rows_have_memory_of_their_own(window, sinks, dtype, monkeypatch):
     """Lengths about the borders of steps and windows; what is past a length is NaN, and stays so."""
     monkeypatch.setattr(attend_triton, "PROGRAMS", 32)  # the interpreter runs one after another

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moepack.runtime.kernels import by_torch
 from moepack.runtime.planning.skeleton import LiveBytes
 
-SHAPES = [(1, 8, 1), (7, 33, 255), (130, 64, 256), (513, 40, 300), (1100, 96, 777)]  # tokens, cols, rows
+SHAPES = [(1, 8, 1), (7, 33, 255), (513, 40, 300), (1100, 96, 777)]  # tokens, cols, rows
 
 
 @pytest.fixture(params=[False, True], ids=["instructions", "emulated"])
@@ -29,12 +29,13 @@ def parts(tokens, cols, rows, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("shape", "biased"), [(shape, bool(k % 2)) for k, shape in enumerate(SHAPES)])
 def test_products_are_rounded_as_they_should_be(shape, dtype, biased, has):
     """Once from float32 sums, where they are widened; torch's own BF16 products round the bias apart."""
     x, weight, bias = parts(*shape, dtype)
     made = by_torch.linear(x, weight, bias if biased else None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # converts neither what was widened nor float32
+        assert torch.equal(by_torch.linear(x, weight, bias if biased else None), made)
     wanted = x.double() @ weight.double().T + (bias.double() if biased else 0)
     terms = x.double().abs() @ weight.double().abs().T + bias.double().abs()
     exact = 2.0**-20 * terms  # of float32 sums, in whatever order
@@ -100,8 +101,7 @@ class Products(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("policy", ["static:bf16", "static:w3"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("policy", "autocast"), [("static:bf16", True), ("static:w3", False)])
 def test_of_a_served_models_linear_maps_the_routers_alone_are_emulated(bundle, has, policy, autocast, monkeypatch):
     """Of many tokens, by kernels without tiles."""
     import moepack
@@ -126,12 +126,3 @@ def test_of_a_served_models_linear_maps_the_routers_alone_are_emulated(bundle, h
     else:
         assert {experts, vocabulary} < products.rows
     model.moepack.close()
-
-
-def test_autocast_converts_nothing_back(has):
-    """Neither what was widened nor float32, whose bits stay."""
-    for dtype in (torch.bfloat16, torch.float32):
-        x, weight, bias = parts(300, 64, 300, dtype)
-        plain = by_torch.linear(x, weight, bias)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert torch.equal(by_torch.linear(x, weight, bias), plain)

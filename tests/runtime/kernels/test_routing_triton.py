@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch_products
 
-from moepack.runtime.kernels.routing_triton import Routing, Tally, reference, route
+from moepack.runtime.kernels.forms import Routing
+from moepack.runtime.kernels.routing_triton import Tally, reference, route
 from moepack.runtime.policies.reducers import GATES, RouterOutput
 from moepack.runtime.step.counters import Counters
 

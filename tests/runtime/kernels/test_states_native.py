@@ -194,22 +194,6 @@ def test_neither_threads_nor_other_sequences_change_a_bit(make):
     assert torch.equal(states[1:2], state) and torch.equal(windows[1:2], window)
 
 
-def test_a_prompt_is_its_tokens_one_by_one():
-    """Over 1,500 tokens."""
-    layer = DeltaLayer(DeltaSizes(2, 2, 24, 40, 4))
-    inputs, start = layer.inputs(1500), layer.start(1)
-    found = []
-    for steps in ([1500], [1] * 1500):
-        window, state = (t.clone() for t in start)
-        spans = itertools.pairwise([0, *itertools.accumulate(steps)])
-        out = [layer.run(rows(inputs, slice(a, b)), (0, b - a), (window,), (state,)) for a, b in spans]
-        found.append((torch.cat(out).float(), window, state))
-    (whole, window, state), single = found
-    assert torch.equal(window, single[1])
-    assert (state - single[2]).norm() < 1e-5 * state.norm()
-    assert (whole - single[0]).norm() < 1e-3 * whole.norm()
-
-
 @BOTH
 def test_what_does_not_fit_is_refused(make):
     layer = make()

@@ -10,8 +10,8 @@ from small_bundle import extent
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import dense_native as beside
-from moepack.runtime.kernels.forms import handle
-from moepack.runtime.kernels.token_native import GatedExperts, Norm, Projection, silu_gate
+from moepack.runtime.kernels.forms import Routing, handle
+from moepack.runtime.kernels.token_native import Choices, GatedExperts, Norm, Projection, silu_gate
 
 LEVELS = range(native.use_level() + 1)
 HEAD, HEADS, COLS = 32, (4, 2, 2), 96
@@ -128,3 +128,25 @@ def test_gated_experts(level, gates):
         GatedExperts(forms).run(table | np.uint64(9), x, index, weights, forms.unlimited)
     with pytest.raises(ValueError, match="gated experts"):
         GatedExperts(native.LayerForms(shapes[::-1], versions))
+
+
+@pytest.mark.parametrize("sizes", [(8, 2), (64, 8), (160, 6), (512, 10), (24, 16)], ids=str)
+@pytest.mark.parametrize("ordered", [True, False])
+def test_equal_scores_are_chosen_as_torch_chooses(sizes, ordered):
+    """In torch's order too: BF16 logits, and those that have few values."""
+    experts, top_k = sizes
+    form = Routing(top_k, ordered=ordered)
+    for seed, (scale, digits) in enumerate(((2, 3), (0.1, 3), (1, 0), (8, 0))):
+        logits = torch.randn(200, experts, generator=torch.Generator().manual_seed(seed)) * scale
+        logits = logits.round(decimals=digits).bfloat16()
+        gates, index = torch.topk(logits.softmax(-1, dtype=torch.float32), top_k, sorted=ordered)
+        chosen, weights = Choices(form, experts, torch.bfloat16, torch.float32).choose(logits, None)
+        assert torch.equal(chosen, index)
+        torch.testing.assert_close(weights, gates, rtol=1e-5, atol=1e-30)
+
+
+def test_a_choice_in_another_order_is_refused():
+    """torch finds one in 64 or fewer by another algorithm."""
+    for experts, top_k in ((64, 1), (512, 8), (1024, 17), (4, 5)):
+        with pytest.raises(ValueError, match="a choice of"):
+            Choices(Routing(top_k), experts, torch.bfloat16, torch.float32)

@@ -14,13 +14,10 @@ from moepack.runtime.planning.token_cost import experts_read, within
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("text", ["0ms", "0", "-1s", "1.2.3ms", "soon", 0, -0.5, 0.05, 10**400, True])
-def test_what_is_no_bound(text):
-    with pytest.raises(InputError):
-        parse_bound(text)
-
-
 def test_what_bounds_are():
+    for text in ("0ms", "0", "-1s", "1.2.3ms", "soon", -0.5, 0.05, 10**400, True):
+        with pytest.raises(InputError):
+            parse_bound(text)
     assert parse_bound(None) is None
     for text, seconds in (("50ms", 0.05), ("0.2 s", 0.2), ("800us", 8e-4), ("1e-3s", 1e-3)):
         bound = parse_bound(text)
@@ -46,13 +43,14 @@ def test_a_bound_leaves_the_versions_that_keep_it(bundle):
 
 
 def test_plans_and_loading_keep_it(bundle):
-    free = plan(bundle, for_logits(device_memory=1 << 30))
+    given = {"device_memory": 1 << 30, "prefill_tokens": 0}
+    free = plan(bundle, for_logits(**given))
     assert free.bytes_per_token is not None
     bound = str(free.bytes_per_token - 1)
-    planned = plan(bundle, for_logits(device_memory=1 << 30, max_tpot=bound))
+    planned = plan(bundle, for_logits(**given, max_tpot=bound))
     assert planned.bytes_per_token is not None and planned.bytes_per_token < free.bytes_per_token
     assert planned.expected_relative_loss > free.expected_relative_loss
-    with load_for_logits(bundle, max_tpot=bound).moepack as serving:
+    with load_for_logits(bundle, max_tpot=bound, prefill_tokens=0).moepack as serving:
         assert "bf16" not in {v for row in serving.versions for v in row}
     with pytest.raises(InputError, match="bf16"):
         load_for_logits(bundle, policy="static:bf16", max_tpot=bound)

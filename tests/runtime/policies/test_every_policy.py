@@ -3,7 +3,7 @@
 import pytest
 import torch
 from live_models import least
-from support import RTN, load_for_logits
+from support import load_for_logits
 from tiny_models import build_tiny
 
 from moepack.pack.errors import InputError
@@ -16,8 +16,13 @@ MODELS = {
     ),
     "a dense layer, shared experts": ("deepseek_v3", {}),
     "windows, sinks, biases": ("gpt_oss", {}),
-    "linear attention": ("qwen3_next", {}),
+    "linear attention": ("qwen3_next", {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}),
 }
+RECIPE = """
+versions: [bf16, w4, w2]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 32, batch_size: 4}
+"""
 POLICIES = [*(entry.name for entry in ENTRIES), "hotness:lo=absent"]
 REFUSED = {(p, "linear attention"): "attention" for p in POLICIES if p.startswith("importance")}  # words, by both
 
@@ -27,7 +32,7 @@ def made(request, demo_model, text, made_once):
     family, more = MODELS[request.param]
 
     def make(folder):
-        build_tiny(family, folder, RTN, demo_model, text, **more)
+        build_tiny(family, folder, RECIPE, demo_model, text, **more)
 
     return request.param, made_once(f"every-policy-{family}", make) / "bundle"
 

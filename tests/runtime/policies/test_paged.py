@@ -46,14 +46,6 @@ def after(shares, rho, stored=120.0, time=10.0, room=ROOM):
     return list(shares.held)
 
 
-def test_shares_follow_bandwidth_and_times_add_up():
-    """(8); tau_k = bytes / B (6); sources of one processor, and layers, add up (9, 10)."""
-    assert made(rates=(INF, 300.0, 100.0)).alpha == 0.75
-    assert pass_seconds([[600, 100]], [300.0, 100.0]) == 3.0
-    assert pass_seconds([[600, 100], [0, 300]], [300.0, 100.0]) == 6.0
-    assert pass_seconds([[]], []) == 0.0
-
-
 # --- the first choice
 
 

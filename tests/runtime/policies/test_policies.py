@@ -61,20 +61,12 @@ def test_scores_are_the_papers_average():
     assert lists(policy.heat.scores) == [[1.5, 0.75, 2.75]]
 
 
-def test_an_interval_without_tokens_changes_nothing():
-    policy = Hotness(setting([2]), counting())
-    policy.decide(passed(0.0, [[1, 0]], [1]))
-    assert policy.decide(passed(1.0, [[1, 0]], [1])) == {(0, 0): 0}
-    assert policy.decide(passed(9.0, [[0, 0]], [1])) is None
-    assert policy.heat.scores[0][0] == 1.0
-
-
-def test_less_room_is_seen_at_once():
+def test_less_room_is_seen_at_once_and_an_interval_without_tokens_changes_nothing():
     policy = Hotness(setting([3]), counting())
     policy.decide(passed(0.0, [[5, 3, 1]], [2]))
     assert policy.decide(passed(1.0, [[5, 3, 1]], [2])) == {(0, 0): 0, (0, 1): 0}
     assert policy.decide(passed(1.1, [[0, 0, 0]], [1])) == {(0, 0): 0}
-    assert policy.decide(passed(1.2, [[0, 0, 0]], [1])) is None, "as before"
+    assert policy.decide(passed(9.0, [[0, 0, 0]], [1])) is None and lists(policy.heat.scores) == [[5, 3, 1]]
 
 
 def top(scores, held, room, margin, slack):

@@ -98,27 +98,14 @@ def test_before_any_sequence_calibration_decides():
     assert [key for key, to in wanted.items() if not to] == [(0, 2), (0, 1)], "of experts without a token too"
 
 
-def test_one_migration_a_sequence():
-    """However many chunks and steps: nothing is wanted but when decoding begins, whatever is counted meanwhile."""
-    made = policy([3], k=1)
-    started(made, [SIZE])
-    assert made.decide(SequenceBegan(0.0, [SIZE], 9, 1)) is None
-    for _ in range(3):
-        assert made.decide(read(1, [[0, 2, 1]])) is None
-    wanted = made.decide(begins(1, [SIZE]))
-    assert wanted is not None and wanted[0, 1] == 0
-    for counts in ([[50, 0, 0]], [[0, 0, 80]]):
-        event = Interval(9.0, [SIZE], [np.array(row) for row in counts])
-        assert made.decide(event) is None, "none while decoding"
-    assert made.decide(SequenceEnded(0.0, [SIZE], 1)) is None
-
-
 def test_sequences_are_merged_each_alike():
     """The mean of the S of those that decode: a prompt of a thousand tokens weighs as much as one of ten."""
     made = policy([3], k=1, alpha=1.0)
     started(made, [SIZE])
     made.decide(read(1, [[600, 400, 0]]))
     assert next(iter(made.decide(begins(1, [SIZE])))) == (0, 0)
+    assert made.decide(Interval(9.0, [SIZE], [np.array([0, 50, 0])])) is None, "none while decoding"
+    assert made.decide(SequenceBegan(0.0, [SIZE], 9, 2)) is None
     made.decide(read(2, [[0, 5, 5]]))
     made.decide(read(3, [[0, 0, 999]]))  # reads its prompt still: it does not count yet
     wanted = made.decide(begins(2, [SIZE]))

@@ -298,21 +298,6 @@ def test_nothing_leaks(bundle):
     assert not held() - before
 
 
-def test_rocm_pins_by_its_own_names(monkeypatch):
-    """Registered, then allocated memory, never files' own pages; a failed call has the name that ROCm gives it."""
-    monkeypatch.setattr("torch.version.hip", "7.14")
-    renamed = {"HostAlloc": "HostMalloc", "FreeHost": "HostFree"}
-    for refused, mode in ((), Mode.REGISTERED), (("register",), Mode.ALLOCATED):
-        cuda = FakeCudart(fails=refuse(*refused))
-        for name in [name for name in vars(cuda) if name.startswith("cuda")]:
-            after = name.removeprefix("cuda")
-            setattr(cuda, f"hip{renamed.get(after, after)}", vars(cuda).pop(name))
-        rows = {row["mode"]: row for row in pinning.probe(Cudart(0, cuda), 1 << 20)}
-        assert next(name for name, row in rows.items() if row["works"]) == mode
-        assert not refused or "hipHostRegister: error 2" in rows["registered"]["reason"]
-        assert not cuda.registered and not cuda.allocated and not cuda.sticky
-
-
 def test_doctor_says_how_this_machine_pins(monkeypatch):
     import torch
 

@@ -1,0 +1,1 @@
+"""Whole models by depth of the context, beside llama.cpp."""

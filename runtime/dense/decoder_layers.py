@@ -1,0 +1,305 @@
+"""Decoder layers of a served model on a CPU by one call a token, from the first norm to the last addition.
+
+Between a layer's kernels Python and torch take as long as half of the kernels do: 1.4 ms a layer of Qwen3-30B-A3B on a
+Zen 3, where weights that stream through its caches leave no code there. A layer is replaced if a trial with stand-ins
+for its parts shows that it does h = x + attention(norm(x)) and h + mlp(norm(h)), and nothing else: experts or a dense
+MLP. Where attention is more than projections.py knows, or the cache has no rows to append to, its own code runs and one
+call follows. Where the experts' block is more than a router and experts, the call ends before it. Results have the bits
+of the parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from transformers.cache_utils import DynamicCache
+
+from moepack.families.arguments import CACHE_NAMES
+from moepack.runtime.experts.cpu import FEW, in_one_call
+from moepack.runtime.experts.forward import count
+from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
+from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup
+from moepack.runtime.kernels.token_native import Block, Chosen, DecoderLayer, ExpertsBlock, SharedExpert
+from moepack.runtime.kv.growing import GrowingLayer
+from moepack.runtime.policies.placements import Where
+from moepack.runtime.step.context import Step, step_of
+
+from .borrowed import CLOSE, NativeRouter, attends_alone
+from .layer_structure import MIXERS, SHARED_GATE, Structure, named_arguments, structure_of
+from .linears import FamilyModule, Uncopied, in_place_of
+from .norms import described
+from .packed import matrices_of
+from .projections import CpuProjections
+from .values import Trials
+from .watched import Watched
+
+NORMS = ("input_layernorm", "post_attention_layernorm")
+PROBES = 16  # random rows on which a shared expert is tried
+EQUAL = 0.98  # share of a row's results that have the same bits
+# What a layer names of what it is given; one that names more may do more than a trial sees
+ARGUMENTS = {"hidden_states", "attention_mask", "position_ids", "position_embeddings", "use_cache", *CACHE_NAMES}
+FREE = {"position_ids", "position_embeddings", "use_cache"}  # of these what a layer may leave to itself
+
+
+@dataclass(eq=False)
+class _Place(Uncopied):
+    """What the kernels read of one layer, and what they make of it."""
+
+    structure: Structure
+    attention: FamilyModule
+    mlp: FamilyModule
+    cache_name: str
+    whole: DecoderLayer | None  # with attention
+    most: int  # tokens of its calls
+    rest: DecoderLayer  # after attention
+    experts: FamilyModule | None  # the layer's own, or of a layer without experts those of another
+    router: NativeRouter | None
+    shared: SharedExpert | None  # beside experts, or all of a layer's MLP
+    parts: Watched
+    # By the number of tokens and threads and the experts' own gate, for the last snapshot of the layer's experts
+    made: dict[Hashable, tuple[weakref.ref[Snapshot], ExpertsBlock | None]] = field(default_factory=dict)
+
+    def block(self, tokens: int) -> tuple[Block, Step, int] | None:
+        """Return the experts of the running step, or a dense MLP, if the kernels compute what the layer's code would.
+
+        With it come the step and, of experts, the layer's position among those that have some.
+        """
+        experts: LayerExperts | None = None if self.experts is None else getattr(self.experts, "_moepack", None)
+        step = None if experts is None else step_of(experts.model)
+        if experts is None or step is None:
+            return None
+        between = step.loader is not None or step.importance is not None or step.logits is not None
+        if between or step.weighed or is_in_torch_dispatch_mode():
+            return None
+        if self.router is None:
+            return None if self.shared is None or tokens > self.shared.most else (self.shared, step, experts.position)
+        snapshot = seen(step)[experts.position]
+        key = tokens, torch.get_num_threads(), vars(self.experts).get("_apply_gate")
+        made = self.made.get(key)
+        if made is None or made[0]() is not snapshot:
+            made = self.made[key] = weakref.ref(snapshot), self._block(snapshot, tokens)
+        block = made[1]
+        return None if block is None else (block, step, experts.position)
+
+    def _block(self, snapshot: Snapshot, tokens: int) -> ExpertsBlock | None:
+        assert self.experts is not None
+        of = snapshot.of
+        if of.backend != "native" or (of.tier is not None and Where.HOST in snapshot.places):
+            return None
+        found = in_one_call(of, self.experts, tokens)
+        router = self.router
+        assert router is not None and self.structure.router is not None
+        most = router.most if self.shared is None else min(router.most, self.shared.most)
+        if found is None or tokens > most or router.choices.experts != len(snapshot.table):
+            return None
+        bias = router.router.bias(self.mlp._modules[self.structure.router])
+        return ExpertsBlock(
+            router.matrix, router.choices, found[0], snapshot.table, found[1], tokens, bias, self.shared
+        )
+
+
+def serve_layers(model: nn.Module) -> dict[str, int]:
+    """Let one call run the decoder layers that are known by trial; return the number of layers changed, by class.
+
+    The model's linear maps, norms, routers and attention are served already.
+    """
+    trials = Trials[Structure]()
+    shared = Trials[bool]()
+    anywhere = next((m for name, m in model.named_modules() if name.endswith(".mlp.experts")), None)
+    for module in model.modules():
+        kind: Any = type(module)
+        inside = {name for name, part in module._modules.items() if part is not None} - {*NORMS, "mlp"}
+        known = len(inside) == 1 and inside <= {*MIXERS} and not module._parameters and not module._buffers
+        if not known or "forward" in module.__dict__:
+            continue
+        named = named_arguments(kind.forward)
+        cache = next((n for n in CACHE_NAMES if n in named), None)
+        if cache is None or "hidden_states" not in named or not named.keys() <= ARGUMENTS:
+            continue
+        structure = trials.result(module, functools.partial(structure_of, module, cache))
+        place = None
+        if structure is not None:
+            with contextlib.suppress(Exception):  # of any kind, from a family's code
+                place = _place(module, structure, cache, shared, anywhere)
+        if trials.count(module, place is not None):
+            module._moepack_layer = place  # type: ignore[assignment]
+            module.__class__ = _served(kind, cache)
+    return trials.done()
+
+
+def _place(
+    module: FamilyModule, structure: Structure, cache_name: str, trials: Trials[bool], anywhere: nn.Module | None
+) -> _Place | None:
+    """Return what the kernels read of a layer; None if a norm is not theirs.
+
+    `anywhere`: experts of any layer, by which one without experts finds the running step.
+    """
+    before = described(module.input_layernorm)
+    after = described(module.post_attention_layernorm)
+    if before is None or after is None:
+        return None
+    mixer = module._modules[structure.mixer]
+    mlp = module.mlp
+    projections: CpuProjections | None = getattr(mixer, "_moepack_projection", None)
+    last = matrices_of(mixer, "o_proj")
+    whole = None
+    most = 0
+    if projections is not None and last is not None:
+        most = min(projections.most, *last.limits[torch.bfloat16])
+        whole = DecoderLayer(before, after, projections.projection, last, mixer.scaling)
+    router = getattr(mlp._modules.get(structure.router or ""), "_moepack_router", None)
+    experts = mlp._modules.get("experts") if router is not None else anywhere
+    shared = None
+    if structure.router is None:
+        shared = _shared(module, "mlp", trials)
+    elif structure.shared is not None and router is not None:
+        shared = _shared(mlp, structure.shared, trials)
+        router = None if shared is None else router
+    if router is None and structure.router is not None:
+        experts = None
+    parts = Watched(module, (*NORMS, structure.mixer, "mlp"))
+    rest = DecoderLayer(before, after)
+    return _Place(structure, mixer, mlp, cache_name, whole, most, rest, experts, router, shared, parts)
+
+
+def _shared(mlp: FamilyModule, name: str, trials: Trials[bool]) -> SharedExpert | None:
+    """Return a block's shared expert as the kernels read it, if they make its results; else None."""
+    expert = mlp._modules[name]
+    up = matrices_of(expert, "gate_proj", "up_proj")
+    down = matrices_of(expert, "down_proj")
+    gate = mlp._modules.get(SHARED_GATE)
+    weight = None
+    if up is None or down is None or up.matrices[0].rows != down.cols:
+        return None
+    if gate is not None:
+        if type(gate) is not nn.Linear or gate.bias is not None or gate.weight.dtype != torch.bfloat16:
+            return None
+        weight = MatrixGroup([KernelMatrix(PLAIN_FORM, *gate.weight.shape, gate.weight.detach())])
+    agrees = trials.result(expert, functools.partial(_makes, SharedExpert(up, down), expert))
+    return SharedExpert(up, down, weight) if agrees else None
+
+
+def _makes(made: SharedExpert, expert: nn.Module) -> bool:
+    """Whether nearly all of a shared expert's results have the module's bits, for rows of all sizes."""
+    x = torch.randn(PROBES, made.up.cols, generator=torch.Generator().manual_seed(0))
+    x = (x * torch.logspace(-3, 3, PROBES)[:, None]).bfloat16()
+    with torch.no_grad():
+        pairs = [(made.run(row), expert(row)) for row in x.split(1)]
+    near = all(bool(((got - wanted).abs() <= CLOSE * wanted.abs().max()).all()) for got, wanted in pairs)
+    return near and all(float((got == wanted).float().mean()) >= EQUAL and bool(wanted.any()) for got, wanted in pairs)
+
+
+@functools.cache
+def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
+    """Make a subclass of `kind` that runs by one call, or by its attention and one call, when arguments allow it."""
+    plain = kind.forward
+    named = named_arguments(plain)
+    older = {*CACHE_NAMES} - {cache_name}  # names of the cache that a decorator of `plain` may translate
+
+    @functools.wraps(plain)
+    def forward(self: FamilyModule, *args: Any, **kwargs: Any) -> object:
+        place: _Place | None = self._moepack_layer
+        if place is None or len(args) > 1 or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
+            return plain(self, *args, **kwargs)
+        given = {**named, **kwargs}
+        x = args[0] if args else given["hidden_states"]
+        del given["hidden_states"]
+        if not _fits(x) or not place.parts.unchanged(self) or any(v is inspect.Parameter.empty for v in given.values()):
+            return plain(self, *args, **kwargs)
+        for name in named.keys() - place.structure.given - {"hidden_states"}:
+            if given.pop(name) is not None and name not in FREE:
+                return plain(self, *args, **kwargs)
+        found = place.block(x.numel() // x.shape[-1])
+        if found is not None and place.whole is not None:
+            layer = _layer(given, place, x, found[1])
+            if layer is not None:
+                keys, values = layer.longer()
+                sinks = place.attention._parameters.get("sinks")
+                chosen = place.whole.attends(x, given.get("position_embeddings"), keys, values, found[0], sinks)
+                layer.keys = keys
+                layer.values = values
+                return _counted(chosen, *found[1:])
+        attended = place.attention(hidden_states=self.input_layernorm(x), **given)
+        if isinstance(attended, tuple):
+            attended = attended[0]
+        if attended.shape != x.shape or attended.dtype != x.dtype:  # as no trial showed: the layer's code adds it
+            h = x + attended
+            normed = self.post_attention_layernorm(h)
+        elif found is not None:
+            return _counted(place.rest.goes_on(x, attended.contiguous(), found[0]), *found[1:])
+        else:
+            h, normed = place.rest.up_to_experts(x, attended.contiguous())
+        moved = self.mlp(normed)
+        return h + (moved[0] if isinstance(moved, tuple) else moved)
+
+    return in_place_of(kind, forward)
+
+
+def _counted(chosen: Chosen, step: Step, position: int) -> Tensor:
+    out, choice = chosen
+    if choice is not None:
+        count(step, position, *choice)
+    return out
+
+
+def _fits(x: object) -> bool:
+    """Whether the kernels take a pass's input: a few BF16 tokens, in a pass without gradients."""
+    return (
+        isinstance(x, Tensor)
+        and x.dtype is torch.bfloat16
+        and x.dim() == 3
+        and 0 < x.numel() <= FEW * x.shape[-1]
+        and x.device.type == "cpu"
+        and x.is_contiguous()
+        and not torch.is_grad_enabled()
+    )
+
+
+def _layer(given: dict[str, Any], place: _Place, x: Tensor, step: Step) -> GrowingLayer | None:
+    """Return the layer of a cache behind whose rows a kernel may write those of one token of each sequence."""
+    cache = given.get(place.cache_name)
+    turn = given.get("position_embeddings")
+    others = given.keys() - {place.cache_name, "position_embeddings", "position_ids", "use_cache", "attention_mask"}
+    if x.shape[1] != 1 or type(cache) is not DynamicCache or cache.offloading:
+        return None
+    asked = any(given[name] is not None and given[name] is not False for name in others)
+    if asked or not attends_alone(place.attention):
+        return None
+    tried: CpuProjections = place.attention._moepack_projection
+    if len(x) > place.most or not tried.takes(turn, len(x)) or not tried.follows(place.attention):
+        return None
+    number = place.attention.layer_idx
+    layer = cache.layers[number] if number < len(cache.layers) else None
+    keys = getattr(layer, "keys", None)
+    if type(layer) is not GrowingLayer or not isinstance(keys, Tensor) or keys.dim() != 4 or not keys.numel():
+        return None
+    alike = keys.dtype is x.dtype and layer.values.dtype is x.dtype and tried.projection.fits(x, keys, layer.values)
+    mask = given.get("attention_mask")
+    plain = getattr(place.attention, "_moepack_eager", False)  # other functions with a mask are torch's
+    alike = alike and (mask is None or (plain and _sees_all(mask, len(x), keys.shape[2] + 1, step)))
+    return layer if alike and keys.stride(3) == 1 and layer.values.stride(3) == 1 else None
+
+
+def _sees_all(mask: object, batch: int, length: int, step: Step) -> bool:
+    """Whether one token of each sequence sees all keys by a mask: of flags, or of numbers to add.
+
+    All layers of a kind are given the same mask in a pass.
+    """
+    if not isinstance(mask, Tensor) or mask.shape != (batch, 1, 1, length):
+        return False
+    if mask is step.unmasked:
+        return True
+    hidden = ~mask if mask.dtype == torch.bool else mask != 0
+    if bool(hidden.any()):
+        return False
+    step.unmasked = mask
+    return True

@@ -1,0 +1,273 @@
+"""A decoder layer in one call: the bits of its parts one by one, and what is left to the layer's own code."""
+
+import copy
+
+import pytest
+import torch
+from support import RTN
+from tiny_models import build_tiny, random_model, serve_linears
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+import moepack
+
+pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
+from moepack.runtime.dense import borrowed, decoder_layers, norms, projections
+from moepack.runtime.kernels.token_native import DecoderLayer
+
+CALLS = ("attends", "goes_on", "up_to_experts")
+IDS = torch.randint(1, 60, (2, 14), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each of the kernel's ways was called."""
+    made = dict.fromkeys(CALLS, 0)
+    for name in CALLS:
+        own = getattr(DecoderLayer, name)
+
+        def call(*given, own=own, name=name):
+            made[name] += 1
+            return own(*given)
+
+        monkeypatch.setattr(DecoderLayer, name, call)
+    return made
+
+
+def opened(path, monkeypatch, layers=True, **how):
+    with monkeypatch.context() as patch:
+        if not layers:
+            patch.setattr(decoder_layers, "serve_layers", lambda model: {})
+        return moepack.load(path, dtype=torch.bfloat16, **{"policy": "static:w4", **how})
+
+
+def passes(model, ids, cache, **given):
+    with torch.inference_mode():
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, **given).logits
+
+
+class Listening(TorchDispatchMode):
+    """Hears of torch's operations, and changes nothing."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        return operation(*args, **(kwargs or {}))
+
+
+def logits(model):
+    """Logits of a prompt, of tokens one by one, of some at once, after a cut, of a copied cache, and with padding."""
+    out = []
+    for ids in (IDS[:1], IDS):
+        cache = DynamicCache(config=model.config)
+        for part in (ids[:, :5], *ids[:, 5:9].split(1, 1), ids[:, 9:12]):
+            out.append(passes(model, part, cache))
+        if not any(getattr(layer, "is_sliding", False) or hasattr(layer, "conv_states") for layer in cache.layers):
+            cache.crop(-4)
+        other = copy.deepcopy(cache)
+        out += [passes(model, ids[:, 12:13], kept) for kept in (cache, other)]
+        out += [passes(model, ids[:, 13:], kept) for kept in (other, cache)]
+    cache = DynamicCache(config=model.config)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    for end, part in ((5, IDS[:, :5]), (6, IDS[:, 5:6]), (7, IDS[:, 6:7])):
+        out.append(passes(model, part, cache, attention_mask=mask[:, :end]))
+    with Listening():  # the experts' own code runs, on every processor
+        out.append(passes(model, IDS[:, 7:9], cache, attention_mask=mask[:, :9]))
+    return out
+
+
+# By family: which ways its two layers' passes of few tokens go
+FAMILIES = {
+    "qwen3_moe": set(CALLS),
+    "gpt_oss": set(CALLS),
+    "deepseek_v2": set(CALLS),
+    "deepseek_v3": set(CALLS),
+    "kimi_linear": set(CALLS),
+    "qwen3_next": {"goes_on", "up_to_experts"},
+    "granitemoe": set(),
+}
+LATENT = {"deepseek_v2": None, "deepseek_v3": 128, "kimi_linear": None}  # with ranks of queries
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_bits_of_the_parts(family, tmp_path, demo_model, text, monkeypatch, calls):
+    latent = family in LATENT
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8 if latent else 4}
+    if latent:
+        sizes |= {"moe_intermediate_size": 256, "kv_lora_rank": 128, "q_lora_rank": LATENT[family]}
+        sizes |= {"qk_rope_head_dim": 32, "head_dim": 32}
+    if family == "qwen3_next":
+        sizes["shared_expert_intermediate_size"] = 256
+    path = build_tiny(family, tmp_path, RTN, demo_model, text, **sizes)
+    plain = logits(opened(path, monkeypatch, layers=False))
+    assert not any(calls.values())
+    got = logits(opened(path, monkeypatch))
+    assert {name for name, count in calls.items() if count} == FAMILIES[family]
+    assert all(map(torch.equal, got, plain))
+
+
+class Counter:
+    """Adds up what routers choose, and their gates."""
+
+    def __init__(self):
+        self.seen = []
+
+    def add(self, position, routing):
+        self.seen.append((position, routing.index.clone(), routing.gates.float()))
+
+
+def test_routing_is_counted_and_others_interfere(bundle, monkeypatch, calls):
+    """Watchers see the same choices; hooks, other modules and other weights bring the layer's own code back."""
+    plain, model = (opened(bundle, monkeypatch, layers) for layers in (False, True))
+    seen = []
+    for of in (plain, model):
+        counter = Counter()
+        of.moepack.count_routing(counter)
+        logits(of)
+        seen.append(counter.seen)
+    assert len(seen[0]) == len(seen[1]) > 50
+    for (at, index, gates), (here, own, mine) in zip(*seen, strict=True):
+        assert at == here and torch.equal(index, own) and torch.equal(gates, mine)
+    layer = model.model.layers[1]
+    wanted = logits(plain)
+
+    def alone():
+        calls.update(dict.fromkeys(CALLS, 0))
+        out = logits(model)
+        return all(map(torch.equal, out, wanted)), sum(calls.values())
+
+    same, whole = alone()
+    assert same
+    share = whole // len(model.model.layers)
+    for module in (layer.mlp.gate, layer.self_attn.k_proj, layer.mlp.experts):
+        heard = []
+        hook = module.register_forward_hook(lambda *given, heard=heard: heard.append(1))
+        assert alone() == (True, whole - share) and heard
+        hook.remove()
+    own = layer.self_attn.o_proj
+    layer.self_attn.o_proj = nn.Linear(own.in_features, own.out_features, bias=False, dtype=torch.bfloat16)
+    assert alone() == (False, whole - share)
+    layer.self_attn.o_proj = own
+    assert alone() == (True, whole)
+    layer.post_attention_layernorm.weight.data = layer.post_attention_layernorm.weight * 2
+    assert alone() == (False, whole - share)
+
+
+def test_changed_attributes_and_left_out_arguments(bundle, monkeypatch, calls):
+    """A router that chooses fewer experts does so in passes of any length; a layer has its own defaults."""
+    plain, model = (opened(bundle, monkeypatch, layers) for layers in (False, True))
+    for of in (plain, model):
+        of.model.layers[0].mlp.gate.top_k = 1
+        of.model.layers[1].self_attn.scaling /= 2
+    assert all(map(torch.equal, logits(model), logits(plain)))
+    x = torch.randn(1, 2, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).bfloat16()
+    turn = model.model.rotary_emb(x, torch.arange(2)[None])
+    with torch.no_grad():
+        made = [of.model.layers[2](x, position_embeddings=turn, cache=None) for of in (plain, model)]
+    assert torch.equal(*made)
+    before = dict(calls)
+    with torch.no_grad():
+        model.model.layers[2](x, position_embeddings=turn, past_key_values=DynamicCache(config=model.config))
+    assert calls == before
+
+
+def test_what_one_pass_asks_for_does_not_stay(bundle, monkeypatch, calls):
+    """transformers' hooks of outputs stay in the model; a class changed later, or a factor, is run as it is."""
+    model = opened(bundle, monkeypatch)
+    cache = DynamicCache(config=model.config)
+    passes(model, IDS[:1, :3], cache)
+    calls.update(dict.fromkeys(CALLS, 0))
+    out = passes(model, IDS[:1, 3:4], cache)
+    whole = sum(calls.values())
+    for asked in ({"output_hidden_states": True}, {"output_router_logits": True}):
+        with torch.inference_mode():
+            model(input_ids=IDS[:1, :2], **asked)
+        cache.crop(-1)
+        calls.update(dict.fromkeys(CALLS, 0))
+        assert torch.equal(passes(model, IDS[:1, 3:4], cache), out)
+        assert sum(calls.values()) == whole > 0
+    block = model.model.layers[0].mlp
+    kind = type(block)
+    block.__class__ = type("Doubled", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+    cache.crop(-1)
+    assert not torch.equal(passes(model, IDS[:1, 3:4], cache), out)
+    block.__class__ = kind
+    block.gate.some = torch.ones(2)
+    cache.crop(-1)
+    assert torch.equal(passes(model, IDS[:1, 3:4], cache), out)
+
+
+class Scaled(modeling_qwen3_moe.Qwen3MoeDecoderLayer):
+    """Adds half of what attention returns."""
+
+    def forward(self, hidden_states, cache=None, **given):
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), cache=cache, **given)
+        hidden_states = hidden_states + attended * 0.5
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Starred(modeling_qwen3_moe.Qwen3MoeDecoderLayer):
+    """Its arguments have no names."""
+
+    def forward(self, *args, cache=None, **given):
+        return super().forward(*args, cache=cache, **given)
+
+
+class Cut(modeling_qwen3_moe.Qwen3MoeDecoderLayer):
+    """Looks into its mask, and hands on constants."""
+
+    def forward(self, hidden_states, attention_mask=None, cache=None, use_cache=False, **given):
+        if attention_mask is not None:
+            attention_mask = attention_mask[..., -4:]
+        return super().forward(hidden_states, attention_mask=attention_mask, cache=cache, use_cache=False, **given)
+
+
+class Told(modeling_qwen3_moe.Qwen3MoeDecoderLayer):
+    """Its block is told something, which a trial would not see."""
+
+    def forward(self, hidden_states, cache=None, kinds=None, **given):
+        return super().forward(hidden_states, cache=cache, **given) * (1 if kinds is None else 2)
+
+
+class Other(modeling_qwen3_moe.Qwen3MoeSparseMoeBlock):
+    """Halves the experts' sum."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states) * 0.5
+
+
+def test_a_layer_that_does_more_keeps_its_code():
+    """A factor of what is added, and a block that changes its router's choice."""
+    torch.manual_seed(0)
+
+    def changed(change):
+        model, _ = random_model("qwen3_moe", torch.bfloat16, hidden_size=256)
+        serve_linears(model)
+        norms.serve_norms(model)
+        borrowed.serve_routers(model, [n for n, _ in model.named_modules() if n.endswith(".experts")])
+        borrowed.serve_attention(model)
+        projections.serve_projections(model)
+        change(model)
+        served = decoder_layers.serve_layers(model)
+        places = [vars(layer).get("_moepack_layer") for layer in model.model.layers]
+        return sum(served.values()), sum(place is not None and place.router is not None for place in places)
+
+    def as_a(kind):
+        def change(model):
+            for layer in model.model.layers:
+                layer.__class__ = kind
+
+        return change
+
+    def other(model):
+        for layer in model.model.layers:
+            layer.mlp.__class__ = Other
+
+    count = len(random_model("qwen3_moe", torch.bfloat16)[0].model.layers)
+    assert changed(lambda model: None) == (count, count)
+    assert {kind: changed(as_a(kind)) for kind in (Scaled, Told, Starred, Cut)} == dict.fromkeys(
+        (Scaled, Told, Starred, Cut), (0, 0)
+    )
+    assert changed(other) == (count, 0)

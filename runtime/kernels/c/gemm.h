@@ -140,8 +140,9 @@ typedef struct {
 } Dense;
 
 int moepack_affine_product(const Gemm *m);
+enum { SKIPPED, IN_TILES, FROM_BYTES };
 int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
-                         int64_t tiles, int64_t threads);
+                         int64_t many, int64_t threads);
 
 /* A token's experts, weighted and added in the order of its slots. */
 typedef struct {

@@ -17,6 +17,12 @@ static void normalise(const Normal *m, const uint16_t *x, uint16_t *out, int64_t
     moepack_affine_norm(x, m->weight, out, rows, cols, m->form, m->epsilon);
 }
 
+/* Every result is written, whatever the number of tokens. Returns what moepack_affine_dense does. */
+static int dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
+                 int64_t tiles, int64_t threads) {
+    return moepack_affine_dense(of, n, cols, x, out, tokens, bf16, tiles ? IN_TILES : FROM_BYTES, threads);
+}
+
 /* Queries, keys and values: products, normalisations of each head or of a whole row, rotation of queries and keys. */
 typedef struct {
     const Dense *of; /* three matrices */
@@ -31,7 +37,7 @@ typedef struct {
 
 /* Returns what moepack_affine_dense does. */
 int moepack_affine_project(const Project *m) {
-    const int failed = moepack_affine_dense(m->of, 3, m->cols, m->x, m->out, m->tokens, 1, m->tiles, m->threads);
+    const int failed = dense(m->of, 3, m->cols, m->x, m->out, m->tokens, 1, m->tiles, m->threads);
     if (failed) return failed;
     uint16_t *at = m->out;
     for (int i = 0; i < 2; at += m->tokens * m->of[i].rows, i++) {
@@ -91,10 +97,10 @@ int moepack_affine_latent(const ProjectLatent *m) {
     const int64_t n = m->tokens, first = m->of[0].rows, rank = m->rank, rotated = m->rotated;
     uint16_t *room = malloc(sizeof(uint16_t) * (size_t)(n * (first + m->of[1].rows)));
     if (!room) return 1;
-    int failed = moepack_affine_dense(m->of, 2, m->cols, m->x, room, n, 1, m->tiles, m->threads);
+    int failed = dense(m->of, 2, m->cols, m->x, room, n, 1, m->tiles, m->threads);
     if (!failed && m->second) {
         if (m->middle.weight) normalise(&m->middle, room, room, n, first);
-        failed = moepack_affine_dense(m->second, 1, first, room, m->query, n, 1, m->tiles, m->threads);
+        failed = dense(m->second, 1, first, room, m->query, n, 1, m->tiles, m->threads);
         if (failed > 1) failed = 4; /* the third matrix */
     } else if (!failed) {
         memcpy(m->query, room, sizeof(*room) * (size_t)(n * first));
@@ -226,14 +232,14 @@ static int shared(const Layer *m, const uint16_t *normed, int adds) {
     if (!room) return 1;
     uint16_t *pairs = room + 2 * tokens * inner, *gated = pairs + 2 * tokens * inner, *result = gated + tokens * inner;
     uint16_t *weights = result + tokens * hidden;
-    int failed = moepack_affine_dense(m->shared, 2, hidden, normed, room, tokens, 1, m->tiles, m->threads);
+    int failed = dense(m->shared, 2, hidden, normed, room, tokens, 1, m->tiles, m->threads);
     for (int64_t t = 0; t < tokens; t++)
         for (int i = 0; i < 2; i++)
             memcpy(pairs + (2 * t + i) * inner, room + (i * tokens + t) * inner, sizeof(*pairs) * (size_t)inner);
     moepack_silu_gate(pairs, gated, tokens, inner);
-    if (!failed) failed = moepack_affine_dense(m->shared_down, 1, inner, gated, result, tokens, 1, m->tiles, m->threads);
+    if (!failed) failed = dense(m->shared_down, 1, inner, gated, result, tokens, 1, m->tiles, m->threads);
     if (m->shared_gate && !failed) {
-        failed = moepack_affine_dense(m->shared_gate, 1, hidden, normed, weights, tokens, 1, m->tiles, m->threads);
+        failed = dense(m->shared_gate, 1, hidden, normed, weights, tokens, 1, m->tiles, m->threads);
         for (int64_t t = 0; t < tokens; t++) {
             const float weight = widen(narrow(1.0f / (1.0f + expf(-widen(weights[t])))));
             for (int64_t c = t * hidden; c < (t + 1) * hidden; c++) result[c] = narrow(weight * widen(result[c]));
@@ -258,7 +264,7 @@ static int experts(Layer *m, uint16_t *normed, float *wide) {
     const void *x = bf16 ? (const void *)normed : wide;
     int failed = 0;
     if (m->wide) moepack_rows(m->wide, wide, logits, m->tokens, r->experts, m->hidden, m->threads);
-    else failed = moepack_affine_dense(m->router, 1, m->hidden, x, logits, m->tokens, bf16, m->tiles, m->threads);
+    else failed = dense(m->router, 1, m->hidden, x, logits, m->tokens, bf16, m->tiles, m->threads);
     r->logits = logits;
     if (!failed) failed = moepack_route(r);
     for (int64_t s = 0; s < slots && !failed; s++) {
@@ -290,7 +296,7 @@ int moepack_affine_layer(Layer *m) {
     int failed = p ? attention(m, normed, parts) : l ? latent_attention(m, normed, parts) : 0;
     const uint16_t *attended = m->attended;
     if (m->last && !failed) {
-        failed = moepack_affine_dense(m->last, 1, m->attended_cols, attended, result, m->tokens, 1, m->tiles, m->threads);
+        failed = dense(m->last, 1, m->attended_cols, attended, result, m->tokens, 1, m->tiles, m->threads);
         attended = result;
     }
     if (!failed) {

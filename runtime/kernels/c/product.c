@@ -120,10 +120,10 @@ int64_t moepack_affine_kept(const Gemm *m, int64_t most) {
 
 /* ---- one input times several matrices */
 /* x [tokens, cols] times n matrices: writes the results [tokens, rows] into `out`, one after another. A matrix whose
- * `most` is below `tokens` runs in tiles, or is skipped without `tiles`. Returns 0; 1 when memory is short; or, having
- * done nothing, 2 + the number of a matrix without a kernel. */
+ * `most` is below `tokens` runs as `many` says: it is skipped, or runs in tiles, or from its packed bytes all the same.
+ * Returns 0; 1 when memory is short; or, having done nothing, 2 + the number of a matrix without a kernel. */
 int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x, void *out, int64_t tokens, int64_t bf16,
-                         int64_t tiles, int64_t threads) {
+                         int64_t many, int64_t threads) {
     const Gemm m = {.cols = cols, .slots = tokens, .share = 1, .x_bf16 = bf16, .out_bf16 = bf16, .threads = threads, .x = x};
     for (int64_t i = 0; i < n; i++)
         if (!known(of[i].form)) return 2 + (int)i;
@@ -135,8 +135,8 @@ int moepack_affine_dense(const Dense *of, int64_t n, int64_t cols, const void *x
     for (int64_t i = 0; i < n; i++) {
         Job job = {.base = of[i].base, .form = of[i].form, .bias = of[i].bias, .out = out, .rows = of[i].rows};
         job.count = tokens;
-        if (tokens <= of[i].most[bf16]) jobs[few++] = job;
-        else if (tiles) jobs[--late] = job;
+        if (tokens <= of[i].most[bf16] || many == FROM_BYTES) jobs[few++] = job;
+        else if (many == IN_TILES) jobs[--late] = job;
         out = (uint8_t *)out + of[i].rows * tokens * (bf16 ? 2 : 4);
     }
     const int failed = run_jobs(&m, jobs, few, jobs + late, n - late, few * tokens, order, seat);

@@ -167,20 +167,21 @@ def test_a_hook_on_all_modules_sees_the_maps():
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_latents_are_those_of_the_modules_own_code(family):
-    """Of many tokens: the module's code normalises a part of wider rows. And what it is told after loading counts."""
+    """Of several tokens: the module's code normalises a part of wider rows. And what it is told after loading counts."""
     model = served(family, projections=True)
     attention = model.model.layers[0].self_attn
     place = attention._moepack_projection
+    tokens = min(8, place.most)  # torch multiplies more, with other bits
     for seed in range(40):
-        x = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        positions = torch.arange(8).view(2, 4)
+        x = torch.randn(1, tokens, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        positions = torch.arange(tokens)[None]
         with torch.inference_mode():
             turn = model.model.rotary_emb(x, positions)
             held = attention.kv_a_proj_with_mqa(x)
             _, latent, _ = place.projection.run(x, turn)
             assert torch.equal(latent[:, 0], attention.kv_a_layernorm(held[..., :128]))
-    assert place.follows(attention) and place.takes(turn, 8)
+    assert place.follows(attention) and place.takes(turn, tokens)
     if family == "deepseek_v2":
-        assert not place.takes(turn.conj(), 8)
+        assert not place.takes(turn.conj(), tokens)
     attention.config.rope_interleave = not getattr(attention.config, "rope_interleave", True)
     assert not place.follows(attention)

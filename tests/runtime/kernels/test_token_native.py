@@ -59,6 +59,18 @@ def test_projection(level, turned, shared, norms):
             assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
 
 
+def test_limits_leave_no_result_unwritten():
+    """Without tiles, `dense` lets torch multiply more tokens than a matrix's limit. A projection has nobody to do so."""
+    native.use_level(0)
+    made = [kernel_matrix(n * HEAD, COLS, "w4", i)[0] for i, n in enumerate(HEADS)]
+    x = torch.randn(1, 3, COLS).bfloat16()
+    found = [
+        Projection(beside.MatrixGroup(made, {torch.bfloat16: [most] * 3}), HEAD, (None, None)).run(x, None, None)
+        for most in (1, 3)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_what_a_projection_refuses():
     made = [kernel_matrix(n * HEAD, COLS, "w4", i)[0] for i, n in enumerate(HEADS)]
     of, none = beside.MatrixGroup(made), (None, None)

@@ -167,7 +167,7 @@ def test_a_hook_on_all_modules_sees_the_maps():
 
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_latents_are_those_of_the_modules_own_code(family):
-    """Of several tokens: the module's code normalises a part of wider rows. And what it is told after loading counts."""
+    """Of several tokens: the module normalises a part of wider rows. And what it is told after loading counts."""
     model = served(family, projections=True)
     attention = model.model.layers[0].self_attn
     place = attention._moepack_projection

@@ -60,7 +60,7 @@ def test_projection(level, turned, shared, norms):
 
 
 def test_limits_leave_no_result_unwritten():
-    """Without tiles, `dense` lets torch multiply more tokens than a matrix's limit. A projection has nobody to do so."""
+    """Without tiles, `dense` lets torch multiply more tokens than a matrix's limit; for a projection nobody does."""
     native.use_level(0)
     made = [kernel_matrix(n * HEAD, COLS, "w4", i)[0] for i, n in enumerate(HEADS)]
     x = torch.randn(1, 3, COLS).bfloat16()

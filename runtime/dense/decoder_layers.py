@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
 
 from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.experts.cpu import FEW, in_one_call
@@ -29,7 +29,7 @@ from moepack.runtime.experts.forward import count
 from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup
 from moepack.runtime.kernels.token_native import Block, Chosen, DecoderLayer, ExpertsBlock, SharedExpert
-from moepack.runtime.kv.growing import GrowingLayer
+from moepack.runtime.kv.growing import GrowingLayer, keep, takes_token, with_room
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step, step_of
 
@@ -222,11 +222,10 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
         if found is not None and place.whole is not None:
             layer = _layer(given, place, x, found[1])
             if layer is not None:
-                keys, values = layer.longer()
+                keys, values = with_room(layer)
                 sinks = place.attention._parameters.get("sinks")
                 chosen = place.whole.attends(x, given.get("position_embeddings"), keys, values, found[0], sinks)
-                layer.keys = keys
-                layer.values = values
+                keep(layer, keys, values)
                 return _counted(chosen, *found[1:])
         attended = place.attention(hidden_states=self.input_layernorm(x), **given)
         if isinstance(attended, tuple):
@@ -264,7 +263,9 @@ def _fits(x: object) -> bool:
     )
 
 
-def _layer(given: dict[str, Any], place: _Place, x: Tensor, step: Step) -> GrowingLayer | None:
+def _layer(
+    given: dict[str, Any], place: _Place, x: Tensor, step: Step
+) -> GrowingLayer | DynamicSlidingWindowLayer | None:
     """Return the layer of a cache behind whose rows a kernel may write those of one token of each sequence."""
     cache = given.get(place.cache_name)
     turn = given.get("position_embeddings")
@@ -279,8 +280,10 @@ def _layer(given: dict[str, Any], place: _Place, x: Tensor, step: Step) -> Growi
         return None
     number = place.attention.layer_idx
     layer = cache.layers[number] if number < len(cache.layers) else None
-    keys = getattr(layer, "keys", None)
-    if type(layer) is not GrowingLayer or not isinstance(keys, Tensor) or keys.dim() != 4 or not keys.numel():
+    if not takes_token(layer) or not isinstance(layer.keys, Tensor) or not isinstance(layer.values, Tensor):
+        return None
+    keys = layer.keys
+    if keys.dim() != 4 or not keys.numel():
         return None
     alike = keys.dtype is x.dtype and layer.values.dtype is x.dtype and tried.projection.fits(x, keys, layer.values)
     mask = given.get("attention_mask")
@@ -292,14 +295,14 @@ def _layer(given: dict[str, Any], place: _Place, x: Tensor, step: Step) -> Growi
 def _sees_all(mask: object, batch: int, length: int, step: Step) -> bool:
     """Whether one token of each sequence sees all keys by a mask: of flags, or of numbers to add.
 
-    All layers of a kind are given the same mask in a pass.
+    All layers of a kind are given the same mask in a pass: those with a window another than the others.
     """
     if not isinstance(mask, Tensor) or mask.shape != (batch, 1, 1, length):
         return False
-    if mask is step.unmasked:
+    if any(mask is known for known in step.unmasked):
         return True
     hidden = ~mask if mask.dtype == torch.bool else mask != 0
     if bool(hidden.any()):
         return False
-    step.unmasked = mask
+    step.unmasked.append(mask)
     return True

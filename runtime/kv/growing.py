@@ -16,11 +16,11 @@ import functools
 import inspect
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from moepack.pack.errors import InputError
 
@@ -119,6 +119,36 @@ class GrowingLayer(DynamicLayer):
         if not self.get_seq_length():
             return []
         return [held for name in self.appended if (held := getattr(self, name)) is not None]
+
+
+def takes_token(layer: object) -> TypeGuard[GrowingLayer | DynamicSlidingWindowLayer]:
+    """Whether `with_room` and `keep` know a cache's layer: keys and values of all tokens, or of a window."""
+    return type(layer) is GrowingLayer or (type(layer) is DynamicSlidingWindowLayer and not layer.record_past)
+
+
+def with_room(layer: GrowingLayer | DynamicSlidingWindowLayer) -> tuple[Tensor, Tensor]:
+    """Return a layer's keys and values with a row more, which the caller writes before it hands them to `keep`."""
+    if isinstance(layer, GrowingLayer):
+        return layer.longer()
+    return _copied(layer.keys), _copied(layer.values)
+
+
+def _copied(held: Tensor | None) -> Tensor:
+    assert held is not None
+    batch, heads, tokens, cols = held.shape
+    made = held.new_empty(batch, heads, tokens + 1, cols)
+    made.narrow(2, 0, tokens).copy_(held)
+    return made
+
+
+def keep(layer: GrowingLayer | DynamicSlidingWindowLayer, keys: Tensor, values: Tensor) -> None:
+    """Set what a layer holds after a token of each sequence, as its `update` does."""
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length += 1
+        keys = keys[:, :, -layer.sliding_window + 1 :]
+        values = values[:, :, -layer.sliding_window + 1 :]
+    layer.keys = keys
+    layer.values = values
 
 
 @functools.cache

@@ -167,7 +167,7 @@ class Step:
     # snapshot is what the policy wants for the layer's routing; the layer then reads that snapshot
     loader: Loader | None = None
     weighed: bool = False  # whether the pass was asked for its attention's weights
-    unmasked: Tensor | None = None  # the last mask of attention that was found to hide nothing
+    unmasked: list[Tensor] = field(default_factory=list)  # masks of attention that were found to hide nothing
     importance: HeavyHitters | None = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
     logits: tuple[int, Tensor | None] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences

@@ -100,12 +100,20 @@ def test_the_bits_of_the_parts(family, tmp_path, demo_model, text, monkeypatch, 
         sizes |= {"qk_rope_head_dim": 32, "head_dim": 32}
     if family == "qwen3_next":
         sizes["shared_expert_intermediate_size"] = 256
+    if family == "gpt_oss":
+        sizes["sliding_window"] = 8  # in its first layer: shorter than what is read
     path = build_tiny(family, tmp_path, RTN, demo_model, text, **sizes)
     plain = logits(opened(path, monkeypatch, layers=False))
     assert not any(calls.values())
-    got = logits(opened(path, monkeypatch))
+    model = opened(path, monkeypatch)
+    got = logits(model)
     assert {name for name, count in calls.items() if count} == FAMILIES[family]
     assert all(map(torch.equal, got, plain))
+    if family == "gpt_oss":
+        cache, before = DynamicCache(config=model.config), calls["attends"]
+        for part in (IDS[:1, :12], IDS[:1, 12:13]):
+            passes(model, part, cache)
+        assert calls["attends"] - before == 2, "a layer with a window, too"
 
 
 class Counter:

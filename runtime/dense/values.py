@@ -68,8 +68,7 @@ def plain_values(module: nn.Module) -> dict[str, object]:
 
 def keeps(module: nn.Module, values: Mapping[str, object]) -> bool:
     """Whether these values are still the module's."""
-    own = vars(module)
-    return all(name in own and type(own[name]) is type(value) and own[name] == value for name, value in values.items())
+    return values.items() <= vars(module).items()
 
 
 class _Itself:

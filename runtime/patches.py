@@ -1,9 +1,9 @@
 """Every lasting change that moepack makes to other libraries in its process, each with its reason.
 
-`import moepack` calls `install`; the command line calls `leave_out` and `quiet_libraries`. Other process-wide settings
-are made where they are needed: the C library's allocator (devices/glibc.py) and transformers' reports
-(calibrate/stream.py), undone there, and an attribute that Llama-4 lacks (families/llama4.py). Importing this module
-imports neither torch nor transformers.
+`import moepack` calls `install`; the command line calls `leave_out`, `quiet_libraries` and `wait_briefly`. Other
+process-wide settings are made where they are needed: the C library's allocator (devices/glibc.py) and transformers'
+reports (calibrate/stream.py), undone there, and an attribute that Llama-4 lacks (families/llama4.py). Importing this
+module imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 SERVING = frozenset({"serve", "generate", "chat", "plan"})
+SPINS = 1000  # rounds, some 20 us; GNU OpenMP's default is 300,000
 UNUSED = ("hqq", "scipy", "sklearn", "torchao")
 
 
@@ -37,6 +38,16 @@ def leave_out(command: str) -> None:
     """
     for name in UNUSED if command in SERVING else ():
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
+def wait_briefly() -> None:
+    """Let OpenMP's threads sleep soon when they wait. To be called before torch is imported.
+
+    Threads of GNU OpenMP wait for a few ms awake. Where another program computes, they so keep each other from the
+    processors: `benchmarks.contexts --beside 1` measures it. A way of waiting that the user set stays.
+    """
+    if not any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")):
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def limit_threads() -> None:

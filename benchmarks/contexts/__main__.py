@@ -1,6 +1,6 @@
 """Tokens a second of whole models by depth of the context, beside llama.cpp, in one run.
 
-    python -m benchmarks.contexts [--quick] [--only MODEL ...] [--threads N] [--depths N ...]
+    python -m benchmarks.contexts [--quick] [--only MODEL ...] [--threads N] [--depths N ...] [--beside N]
 
 Models are four layers of released shapes with random weights, fewer experts and a smaller vocabulary, made once and
 kept under the user's cache: 1.5 to 2.4 GB each, and 8 GB more while one is made. moepack serves `w4` in all matrices,
@@ -8,24 +8,27 @@ llama.cpp Q4_0, repacked for the processor, each with its own KV cache of 16 bit
 the same processors. They read the same prompt in passes of 512 tokens, in turns, and decode at each depth, in turns.
 Decoding's ratio is the median over turns, a prompt's that of all its passes. llama.cpp attends with or without its
 fused kernel ("flash attention"): whichever reads a prompt of 1,024 tokens faster here. It is installed as
-`python -m benchmarks.peers --install` does; without it moepack runs alone.
+`python -m benchmarks.peers --install` does; without it moepack runs alone. With `--beside` so many processes of one
+thread compute all the time on the same processors, as other programs of a user do.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common import Row, Target, arguments, finish
-from benchmarks.peers.sides import Sides
+from benchmarks.peers.sides import Sides, processors
 from benchmarks.peers.worker import PeerError, Worker
 
 from .make import bundle_of, gguf_of, make
@@ -103,6 +106,12 @@ def opened(llama: Worker, name: str, path: Path, room: int) -> str:
     return best
 
 
+def busy(threads: int) -> subprocess.Popen[bytes]:
+    """Start a process that computes on the processors of the sides."""
+    own = partial(os.sched_setaffinity, 0, processors(threads))
+    return subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=own)
+
+
 def judged(rows: Sequence[Row]) -> list[Target]:
     """What the rows are held to: llama.cpp's rates, and how little a deeper context may cost."""
     out: list[Target] = []
@@ -132,6 +141,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=tuple(SHAPES), metavar="MODEL", help=", ".join(SHAPES))
     parser.add_argument("--depths", nargs="+", type=int, default=(100, DEEP, 16_000), metavar="N", help="ascending")
     parser.add_argument("--threads", type=int, default=min(2, cores), choices=range(1, cores + 1))
+    parser.add_argument("--beside", type=int, default=0, metavar="N", help="processes that compute beside")
     args = parser.parse_args()
     depths = (32, 128) if args.quick else tuple(args.depths)
     decoded = (TURNS + 1) * STEPS  # at each depth
@@ -145,6 +155,8 @@ def main() -> int:
         peers = sides.versions()
         workers = {who: stack.enter_context(sides.start(who, args.threads)) for who in sides.python}
         room = max(depths[-1], 2 * PASS) + decoded
+        for _ in range(args.beside):
+            stack.callback(busy(args.threads).kill)
         peers["moepack"] = workers["moepack"].call("tune")
         for name, shape in shapes.items():
             try:
@@ -162,7 +174,8 @@ def main() -> int:
                         worker.call("close_model", key=name)
     targets = judged(rows)
     more = {"peers": peers, "not measured": gaps}
-    finish(f"tokens/s, {args.threads} threads", rows, targets, args.json, more)
+    where = f", {args.beside} busy processes beside" if args.beside else ""
+    finish(f"tokens/s, {args.threads} threads{where}", rows, targets, args.json, more)
     for gap in gaps:
         print(f"{gap['model']} is not measured: {gap['not measured']}")
     return int(not args.quick and (bool(gaps) or not all(target.met for target in targets)))

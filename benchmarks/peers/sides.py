@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from moepack.runtime.patches import SPINS
+
 from . import environments
 from .worker import PeerError, Worker
 
@@ -38,8 +40,10 @@ class Sides:
 
     def start(self, who: str, threads: int) -> Worker:
         """Return a side's process, on so many processors."""
-        # what tuning finds for this benchmark is not what the user's own cache should hold
-        env = {"XDG_CACHE_HOME": str(self.scratch)} if who == "moepack" else {}
+        # What tuning finds for this benchmark is not what the user's own cache should hold. Threads wait as under the
+        # command line
+        own = {"XDG_CACHE_HOME": str(self.scratch), "GOMP_SPINCOUNT": str(SPINS)}
+        env = own if who == "moepack" else {}
         module = MODULES[who]
         log = self.scratch / f"{module}.log"
         return Worker(self.python[who], f"benchmarks.peers.{module}", processors(threads), log, env)

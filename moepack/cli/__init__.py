@@ -110,9 +110,10 @@ def main() -> None:
 
 
 def _run() -> None:
-    from moepack.runtime.patches import leave_out, quiet_libraries
+    from moepack.runtime.patches import leave_out, quiet_libraries, wait_briefly
 
     quiet_libraries()
+    wait_briefly()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may show ASCII alone

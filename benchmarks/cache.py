@@ -3,9 +3,11 @@
     python -m benchmarks.cache [--checkpoint MODEL --data FILE...]
 
 The loss is the divergence from the lossless version with a plain cache, in float32, so that it is not rounding; the row
-`w4` has a plain cache and all experts in 4 bits. Times are of one attention layer of a released model's shape, with
-random weights and a cache that is filled in at random: attention reads it all the same. All forms take turns in one
-run on one thread, and are medians of processor time, which other programs on the machine do not lengthen.
+`w4` has a plain cache and all experts in 4 bits. "as relative loss" is the mean relative loss of experts that would add
+as much divergence, in proportion to w4's: what `--kv auto` weighs (runtime/kv/forms.py). Times are of one attention
+layer of a released model's shape, with random weights and a cache that is filled in at random: attention reads it all
+the same. All forms take turns in one run on one thread, and are medians of processor time, which other programs on the
+machine do not lengthen.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from benchmarks.common import Row, Target, built, finish, in_turns, model_arguments, texts
+from moepack.pack.reader import open_bundle
 from moepack.reports.evaluate import evaluate
 from moepack.runtime.dense import linears
 from moepack.runtime.dense.borrowed import serve_attention
@@ -34,6 +37,7 @@ from moepack.runtime.kernels.kv_rows import row_bytes
 from moepack.runtime.kv.forms import FORMS, PLAIN_KV
 from moepack.runtime.kv.growing import grow_in_place, layer_bits, new_cache
 from moepack.runtime.patches import quiet_libraries
+from moepack.runtime.planning.decided import relative_loss
 from moepack.runtime.planning.options import LoadOptions
 
 ROUNDS = 15
@@ -118,7 +122,9 @@ def turns(model: Any, caches: Mapping[str, Any], depth: int) -> dict[str, list[f
 
 def losses(bundle: Path, data: list[str], windows: int, length: int) -> list[Row]:
     """The divergence of each form with lossless experts, and of w4 with a plain cache."""
-    rows = []
+    rows: list[Row] = []
+    tables = open_bundle(bundle).calibration()
+    w4_loss, _ = relative_loss(tables, tuple(("w4",) * len(layer.tokens) for layer in tables.layers))
     for version, kv in (("w4", PLAIN_KV), *(("bf16", kv) for kv in FORMS)):
         options = LoadOptions(policy=f"static:{version}", kv=kv, dtype="float32")
         found = evaluate(bundle, data, options, length=length, samples=windows, kl=True)
@@ -128,6 +134,7 @@ def losses(bundle: Path, data: list[str], windows: int, length: int) -> list[Row
             {"experts": version, "kv": kv, "bits a number": statistics.mean(bits), "KL": found.kl}
             | {"95 %": "{:.2g}-{:.2g}".format(*found.kl_interval), "perplexity": found.perplexity}
         )
+        rows[-1]["as relative loss"] = found.kl / rows[0]["KL"] * w4_loss
     return rows
 
 
@@ -156,8 +163,8 @@ def times(name: str, depth: int) -> list[Row]:
 def main() -> int:
     """Print both tables; the exit status is 1 if a target is missed."""
     parser = model_arguments(__doc__, 384)
-    parser.add_argument("--windows", type=int, default=64, help="windows a file")
-    parser.add_argument("--window", type=int, default=512, help="tokens of a window")
+    parser.add_argument("--windows", type=int, default=16, help="windows a file")
+    parser.add_argument("--window", type=int, default=2048, help="tokens of a window")
     args = parser.parse_args()
     quiet_libraries()
     windows, samples = (4, 32) if args.quick else (args.windows, args.samples)

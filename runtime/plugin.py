@@ -183,7 +183,7 @@ class MoepackQuantizer(HfQuantizer):
             if self._options.memory is not None:
                 self._options, self._limit = keep_limit(loaded, self._bundle, self._options, self._dense)
             else:
-                check_budget(loaded, self._bundle, self._options, self._dense)
+                self._options = check_budget(loaded, self._bundle, self._options, self._dense)
         return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:

@@ -6,6 +6,8 @@ What it takes later are constants that were measured. `load` sets the budget wit
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +23,9 @@ from moepack.runtime.dense.choice import dense_change
 from moepack.runtime.dense.linears import linears, padding
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.experts import backends
+from moepack.runtime.kv.forms import AUTO_KV, CONTEXT, FORMS
 from moepack.runtime.planning.choice import choose_policy, ladders_of
+from moepack.runtime.planning.decided import best_cache, decide, relative_loss
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds
 from moepack.runtime.planning.measure import lone_embedding, measure
@@ -36,6 +40,7 @@ from moepack.runtime.store.read_ahead import WAITING
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+log = logging.getLogger("moepack.runtime")
 CPU = torch.device("cpu")
 MIB = 1 << 20
 STEP = 16 * MIB  # a process's measure is rounded up to whole steps: it varies by some MB from run to run
@@ -151,42 +156,71 @@ def keep_limit(
         InputError: if the options' own budget does not fit.
         TooSmallError: if the limit does not hold the model at its smallest versions, before any weight is read.
     """
-    needs, fixed = _outside(model, bundle, options, dense)
+    for form in FORMS if options.kv == AUTO_KV else [options.kv]:  # the code that it loads counts as the process's
+        with contextlib.suppress(InputError):  # which the budget's check raises again
+            _outside(model, bundle, replace(options, kv=form), dense)
     limit = limit_of(options, measured())
-    fixed = replace(fixed, dense=fixed.dense - _in_file(needs, model, bundle))
     policy = choose_policy(options.policy, bundle, ["cpu"], True)
     check_policy(bundle, policy)
+    options = _with_cache(model, bundle, replace(options, device_memory=limit.budget), dense, policy)
+    fixed = _outside(model, bundle, options, dense)
     try:
         _check_fits(bundle, policy, fixed, limit.budget)
         if (loading := fixed.dense + _twice(model, bundle, dense)) > limit.budget:
             raise TooSmallError(f"{bundle.path}: loading its dense tensors takes {loading} bytes", loading)
     except TooSmallError as error:
         raise limit.too_small(bundle, error) from None
-    return replace(options, device_memory=limit.budget), limit
+    return options, limit
 
 
-def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]) -> None:
+def check_budget(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]) -> LoadOptions:
     """Check on a CPU that the options' budget holds a model whose weights are not read yet. `dense`: as in `attach`.
 
-    A model of another class than the bundle's own has other tensors: it is checked when they are there.
+    A model of another class than the bundle's own has other tensors: it is checked when they are there, and has a
+    plain cache. Returns the options with the form of cache that `auto` stands for.
 
     Raises:
         TooSmallError: if the budget does not hold the model at its smallest versions.
     """
     known = type(model).__name__ == bundle.manifest.model["architecture"]
     if options.budget is None or not known or torch_cuda.is_gpu(CPU):
-        return
+        return options
     policy = choose_policy(options.policy, bundle, ["cpu"], True)
-    _check_fits(bundle, policy, _outside(model, bundle, options, dense)[1], options.budget)
+    options = _with_cache(model, bundle, options, dense, policy)
+    assert options.budget is not None
+    _check_fits(bundle, policy, _outside(model, bundle, options, dense), options.budget)
+    return options
 
 
-def _outside(
-    model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]
-) -> tuple[MeasuredNeeds, Fixed]:
-    """Measure a model whose weights are not read yet; return what its workload needs, and its bytes beside experts."""
+def _with_cache(
+    model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version], policy: Policy
+) -> LoadOptions:
+    """Return the options with the form of cache that `auto` stands for in their budget."""
+    from moepack.runtime.kv.growing import forms_of  # which imports transformers
+
+    if options.kv != AUTO_KV:
+        return options
+    budget = options.budget
+    assert budget is not None
+
+    def experts_lose(form: str) -> float:
+        asked = replace(options, kv=form, kv_tokens=options.kv_tokens or CONTEXT)
+        held = decide(bundle, policy, _outside(model, bundle, asked, dense), budget, on_gpu=False, host=None)
+        return relative_loss(bundle.calibration(), held.table)[0]
+
+    compiled = backends.backend(CPU) == "native"
+    best = best_cache(forms_of(model, compiled), experts_lose)
+    log.info("%s: kv=%s loses least in this budget", bundle.path, best)
+    return replace(options, kv=best)
+
+
+def _outside(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]) -> Fixed:
+    """Measure a model whose weights are not read yet; return its bytes beside experts."""
     needs, own = measure(bundle, model.config, model.dtype, CPU, options.workload)
     own += dense_change(bundle, dense, model.dtype.itemsize) + _padding(model, bundle)
-    return needs, Fixed(own, needs.kv_bytes, needs.activations)
+    if options.memory is not None:
+        own -= _in_file(needs, model, bundle)
+    return Fixed(own, needs.kv_bytes, needs.activations)
 
 
 def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> None:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -106,10 +106,15 @@ def opened(llama: Worker, name: str, path: Path, room: int) -> str:
     return best
 
 
-def busy(threads: int) -> subprocess.Popen[bytes]:
-    """Start a process that computes on the processors of the sides."""
+@contextmanager
+def busy(threads: int) -> Iterator[None]:
+    """Let a process compute on the processors of the sides."""
     own = partial(os.sched_setaffinity, 0, processors(threads))
-    return subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=own)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"], preexec_fn=own) as process:
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def judged(rows: Sequence[Row]) -> list[Target]:
@@ -155,9 +160,9 @@ def main() -> int:
         peers = sides.versions()
         workers = {who: stack.enter_context(sides.start(who, args.threads)) for who in sides.python}
         room = max(depths[-1], 2 * PASS) + decoded
-        for _ in range(args.beside):
-            stack.callback(busy(args.threads).kill)
         peers["moepack"] = workers["moepack"].call("tune")
+        for _ in range(args.beside):
+            stack.enter_context(busy(args.threads))
         for name, shape in shapes.items():
             try:
                 make(shape, workers.get("llama.cpp"))

@@ -62,6 +62,7 @@ def released_kernels() -> str:
 def cache() -> str:
     """What a cache in fewer bits costs and gains, by form."""
     rows = results("cache")["rows"]
+    larger = {(r["experts"], r["kv"]): r for r in results("cache-tiny-qwen3-moe")["rows"] if "layer" not in r}
     names = list(dict.fromkeys(row["layer"] for row in rows if "layer" in row))
     lines = []
     for row in rows:
@@ -70,7 +71,19 @@ def cache() -> str:
         timed = {r["layer"]: r for r in rows if "layer" in r and r["kv"] == row["kv"] and row["experts"] != "w4"}
         times = [f"{timed[n]['ms']:.1f} ms" if n in timed else "" for n in names]
         loss = f"{row['KL']:.4f} ({row['95 %']})"
-        lines.append([row["experts"], f"`{row['kv']}`", f"{row['bits a number']:.4g}", loss, *times])
+        both = (row, larger[row["experts"], row["kv"]])
+        alike = ", ".join(f"{of['as relative loss']:.5f}" for of in both)
+        lines.append([row["experts"], f"`{row['kv']}`", f"{row['bits a number']:.4g}", loss, alike, *times])
     depth = max(row.get("depth", 0) for row in rows)
     layers = [f"{n.partition(',')[0]}, a layer at {depth:,}" for n in names]
-    return table(["experts", "cache", "bits a number", "divergence (95 %)", *layers], lines)
+    return table(
+        [
+            "experts",
+            "cache",
+            "bits a number",
+            "divergence (95 %)",
+            "as relative loss, of mini- and tiny-qwen3-moe",
+            *layers,
+        ],
+        lines,
+    )

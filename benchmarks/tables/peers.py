@@ -76,7 +76,17 @@ def _limited(name: str) -> str:
 @shown
 def contexts() -> str:
     """Tokens a second of whole models by depth of the context: moepack's, and how much more than llama.cpp's."""
-    rows = results("contexts")["rows"]
+    return _by_depth("contexts")
+
+
+@shown
+def beside() -> str:
+    """The same of a short context, while another program computes on the same processors."""
+    return _by_depth("contexts-beside")
+
+
+def _by_depth(name: str) -> str:
+    rows = results(name)["rows"]
     first, *later = sorted({row["depth"] for row in rows})
     found: dict[str, list[str]] = {}
     for row in rows:

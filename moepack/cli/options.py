@@ -137,7 +137,11 @@ _LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     ],
     "kv": Annotated[
         str | None,
-        typer.Option("--kv", help="Bits of the KV cache: 16 (the default), 8, 4, or k8v4 (keys in 8, values in 4)."),
+        typer.Option(
+            "--kv",
+            help="Bits of the KV cache: 16 (the default), 8, 4, k8v4 (keys in 8, values in 4), or auto: in a budget, "
+            "those with which experts and cache together lose least.",
+        ),
     ],
     "kv_tokens": Annotated[
         int | None,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from moepack.pack.errors import InputError, NotFiniteError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import lossless
-from moepack.runtime.kv.forms import PLAIN_KV
+from moepack.runtime.kv.forms import AUTO_KV, PLAIN_KV
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.shared.memory import peaks
 from moepack.shared.opening import Source, check, load_shown, locate
@@ -129,7 +129,7 @@ def evaluate(
         length = _window(source.path, length)
         batch = 16 if not options.in_budget else max(1, min(16, _TOKENS // length))
         options = options.filled(prefill_tokens=length, all_logits=False, batch=batch)
-        if options.workload.kv != PLAIN_KV:
+        if options.workload.kv != PLAIN_KV or options.kv == AUTO_KV:
             options = options.filled(kv_tokens=length)
         batch = options.workload.batch
         with reporter.hub_bars():

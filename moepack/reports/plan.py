@@ -7,13 +7,12 @@ memory between versions once, so the map may differ by a few experts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.pack.manifest import CONFIG
@@ -22,9 +21,11 @@ from moepack.pack.processors import processors
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import Version
 from moepack.pack.tables import CalibrationTables, shown_loss
+from moepack.runtime.kv.forms import AUTO_KV, CONTEXT, FORMS, LOSS, PLAIN_KV
 from moepack.runtime.load import check_options, meant_device
 from moepack.runtime.planning.options import GENERATION, LoadOptions, Workload
 from moepack.runtime.planning.sizes import in_unit, parse_size
+from moepack.runtime.policies.placements import version_name
 from moepack.runtime.profile import profiled
 from moepack.shared.progress import size
 
@@ -51,6 +52,16 @@ class LayerPlan:
     version_hi: str  # the best placement of the map
     version_lo: str  # the last placement of the map
     versions: dict[str, int]  # placement -> experts
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """A form of the KV cache beside the experts that the budget then holds."""
+
+    kv: str
+    cache_bytes: int
+    experts_loss: float | None  # their mean relative loss; None where the budget does not hold them
+    cache_loss: float  # the relative loss of experts that adds as much divergence as this form does
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,8 @@ class Planned:
     process_bytes_peak: int | None = None
     # What keeps every expert below the bundle's most precise version although memory is left, in one line
     capped: str | None = None
+    kv: str = PLAIN_KV  # the form of the cache
+    caches: tuple[CachePlan, ...] = ()  # what `--kv auto` compared
     table: Versions = ()  # [layers][experts], the placement of each; not in JSON
     # Whether passes choose placements, or some experts are off the device: versions that `table` does not name may
     # then be served too. Not in JSON.
@@ -118,9 +131,18 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     bundle = path if isinstance(path, Bundle) else open_bundle(path)
     check_options(bundle, options)
     bundle = profiled(bundle, options.profile)
+    on_gpu = _check_device(options.device)
+    bundle.check(CONFIG)
+    limit = None if options.memory is None else _limit(bundle, options)
+    if options.kv == AUTO_KV:
+        return _with_best_cache(bundle, options, limit, on_gpu)
+    return _planned(bundle, options, limit, on_gpu)
 
+
+def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, on_gpu: bool) -> Planned:
     from moepack.runtime.dense.choice import choose_dense, dense_change
     from moepack.runtime.planning.choice import choose_policy
+    from moepack.runtime.planning.decided import decide, relative_loss
     from moepack.runtime.planning.fixed import Fixed, rounding
     from moepack.runtime.planning.measured import model_sizes, threads
     from moepack.runtime.planning.plan import least_budget
@@ -129,12 +151,9 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     from .machine_rates import memory_rate, rates
     from .speed import speed, token_bytes, while_moving
 
-    on_gpu = _check_device(options.device)
-    bundle.check(CONFIG)
     workload = options.workload
     model = model_sizes(bundle, options.device, workload)
     needs = model.needs
-    limit = None if options.memory is None else _limit(bundle, options)
     budget = options.budget if limit is None else limit.budget
     assert budget is not None
     versions = choose_dense(options.dense, bundle, options.policy)
@@ -154,7 +173,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
     fixed = Fixed(outside, needs.kv_bytes, needs.activations)
     host = parse_size(options.host_memory)
     least = least_budget(bundle, parsed, fixed, on_gpu, host)
-    decided = _decide(bundle, parsed, fixed, budget, on_gpu, host) if least <= budget else None
+    decided = decide(bundle, parsed, fixed, budget, on_gpu, host) if least <= budget else None
     message = None
     if decided is None:
         message = f"{bundle.path}: {budget} bytes are not enough: the least that would do is {least} bytes"
@@ -182,7 +201,7 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
             facts["process_bytes_peak"] = limit.beside.limit(used)
         facts["capped"] = _cap(bundle, whole, parsed, table, budget - used)
         cached = needs.kv.tokens(fixed.kv + budget - fixed.total - decided.floor, workload.batch, MOST)
-        host = sum(bundle.version_bytes(name) for name in {_version(name) for name in served} - {""})
+        host = sum(bundle.version_bytes(name) for name in {version_name(name) for name in served} - {""})
         facts["expected_relative_loss"], facts["expected_relative_loss_error"] = relative_loss(tables, table)
         facts["bytes_per_token"] = read + int(_experts_read(bundle, tables, table, model.top_k))
         if bandwidth and not decided.pinned:  # which the bus bounds
@@ -216,8 +235,36 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
         estimated,
         bandwidth=bandwidth,
         message=message,
+        kv=workload.kv,
         **facts,
     )
+
+
+def _with_best_cache(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, on_gpu: bool) -> Planned:
+    """Return the plan with the form of cache that loading chooses, and what was compared."""
+    from moepack.runtime.planning.decided import best_cache
+
+    weighed: dict[str, Planned] = {}
+    seen = set[int]()  # bytes a token: latents have one form of fewer bits
+
+    def experts_lose(form: str) -> float:
+        asked = replace(options, kv=form, kv_tokens=options.kv_tokens or CONTEXT)
+        made = _planned(bundle, asked, limit, on_gpu)
+        if made.kv_bytes_per_token in seen:
+            raise InputError(f"kv={form}: the model has no such cache")
+        seen.add(made.kv_bytes_per_token)
+        weighed[form] = made
+        if made.expected_relative_loss is None:
+            raise InputError(made.message or "")
+        return made.expected_relative_loss
+
+    best = best_cache([PLAIN_KV] if on_gpu else FORMS, experts_lose)
+    caches = tuple(
+        CachePlan(form, made.fixed.kv, made.expected_relative_loss, LOSS[form]) for form, made in weighed.items()
+    )
+    # without a form that could be served, as loading says it
+    form = best if best in weighed else next(reversed(weighed), PLAIN_KV)
+    return replace(_planned(bundle, replace(options, kv=form), limit, on_gpu), caches=caches)
 
 
 def _check_device(device: str) -> bool:
@@ -248,42 +295,6 @@ def _limit(bundle: Bundle, options: LoadOptions) -> ProcessLimit:
     return limit_of(options, measured())
 
 
-class _Decided(NamedTuple):
-    """What a budget holds. Sizes are bytes."""
-
-    table: Versions
-    names: tuple[str, ...]  # placements in the map, the best first
-    parts: dict[str, int]  # of M_fixed: `Plan.parts`
-    workspace: int
-    floor: int  # the least that the experts take
-    used: int  # what the experts take as mapped
-    moving: bool = False  # see `Planned`
-    pinned: int = 0  # as `Planned.pinned_bytes`
-
-
-def _decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, on_gpu: bool, host: int | None) -> _Decided:
-    from moepack.runtime.planning.capacity import base_bytes
-    from moepack.runtime.planning.plan import make_plan, unchanging
-    from moepack.runtime.policies.placements import READ_THERE, Where
-
-    if not policy.is_live:
-        versions, experts = unchanging(bundle, policy, fixed, budget)
-        return _Decided(versions, tuple(v.name for v in bundle.versions), {}, 0, experts, experts)
-    made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu, host)
-    chosen, wanted = made.policy(policy)
-    table = tuple(
-        tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)
-    )
-    base = base_bytes(made.sizes, made.experts)
-    growing = made.growing()
-    used = base + sum(growing[p][v] - growing[p][made.base] for (p, _), v in wanted.items())
-    names = tuple(map(str, made.ladder))
-    least = base + made.demand + made.present
-    moving = chosen.needs.layers or any(p.where is not Where.DEVICE for p in made.ladder)
-    pinned = made.on_host(*READ_THERE) if on_gpu else 0
-    return _Decided(table, names, made.parts, made.workspace, least, used, moving, pinned)
-
-
 def _cap(bundle: Bundle, whole: Sequence[Version], policy: Policy, table: Versions, free: int) -> str | None:
     """Say in one line what keeps all experts at one version, if `free` bytes hold one of them at the next better one.
 
@@ -306,11 +317,6 @@ def _cap(bundle: Bundle, whole: Sequence[Version], policy: Policy, table: Versio
     return f"{policy} {left}" + (f": hi={better.name} lets it" if "hi" in policy.entry.keys else "")
 
 
-def _version(placement: str) -> str:
-    """The version in a placement's name; empty for `absent` and `stored`."""
-    return "" if placement in ("absent", "stored") else placement.partition("@")[0]
-
-
 def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]) -> LayerPlan:
     counts = {name: row.count(name) for name in order}
     return LayerPlan(
@@ -318,29 +324,11 @@ def _layer(bundle: Bundle, position: int, row: tuple[str, ...], order: list[str]
     )
 
 
-def relative_loss(tables: CalibrationTables, table: Versions) -> tuple[float, float]:
-    """Compute a map's mean relative loss over calibration's routed tokens (pack/FORMAT.md, "Calibration tables").
-
-    Also return its standard error, which takes the experts' errors as independent.
-    """
-    lost = routed = square = 0.0
-    for layer, row in zip(tables.layers, table, strict=True):
-        columns = [tables.versions.index(_version(name)) if _version(name) else None for name in row]
-        relative = [1.0 if c is None else float(layer.relative[e, c]) for e, c in enumerate(columns)]
-        lost += sum(float(n) * loss for n, loss in zip(layer.tokens, relative, strict=True))
-        routed += float(layer.tokens.sum())
-        errors = [0.0 if c is None else float(layer.relative_error[e, c]) for e, c in enumerate(columns)]
-        square += sum((float(n) * error) ** 2 for n, error in zip(layer.tokens, errors, strict=True))
-    if not routed:
-        return 0.0, 0.0
-    return lost / routed, math.sqrt(square) / routed
-
-
 def _experts_read(bundle: Bundle, tables: CalibrationTables, table: Versions, chosen: int) -> float:
     total = 0.0
     for layer, described, row in zip(tables.layers, bundle.layers, table, strict=True):
         tokens = [float(n) + 1 for n in layer.tokens]
-        here = {name: _version(name) for name in set(row)}
+        here = {name: version_name(name) for name in set(row)}
         size = {n: bundle.manifest.version(v).resident_size(described.matrices) if v else 0 for n, v in here.items()}
         total += chosen * sum(n * size[name] for n, name in zip(tokens, row, strict=True)) / sum(tokens)
     return total
@@ -407,7 +395,7 @@ def render(planned: Planned) -> Group:
     names = planned.per_layer[0].versions if planned.per_layer else {}
     table = Table("layers")
     for name in names:
-        table.add_column(f"at {name}" if _version(name) else name, justify="right")
+        table.add_column(f"at {name}" if version_name(name) else name, justify="right")
     for _, group in groupby(planned.per_layer, key=lambda x: (x.hi, x.lo, *x.versions.items())):
         alike = list(group)
         first = alike[0].layer
@@ -417,7 +405,18 @@ def render(planned: Planned) -> Group:
     facts = Table(box=None, show_header=False)
     for name, text in rows(planned):
         facts.add_row(name, text)
-    return Group(table, facts)
+    if not planned.caches:
+        return Group(table, facts)
+    caches = Table("--kv", title="KV cache")
+    for name in ("bytes", "experts lose", "the cache loses", "together"):
+        caches.add_column(name, justify="right")
+    for form in planned.caches:
+        lost = form.experts_loss
+        together = "does not fit" if lost is None else shown_loss(lost + form.cache_loss, None)
+        experts = "" if lost is None else shown_loss(lost, None)
+        cells = (size(form.cache_bytes, 2), experts, shown_loss(form.cache_loss, None), together)
+        caches.add_row(form.kv + ("  chosen" if form.kv == planned.kv else ""), *cells)
+    return Group(table, facts, caches)
 
 
 def asked(work: Workload | Planned) -> str:

@@ -295,7 +295,7 @@ def _layer(
 def _sees_all(mask: object, batch: int, length: int, step: Step) -> bool:
     """Whether one token of each sequence sees all keys by a mask: of flags, or of numbers to add.
 
-    All layers of a kind are given the same mask in a pass: those with a window another than the others.
+    In a pass all layers with a window are given one mask, and all others another.
     """
     if not isinstance(mask, Tensor) or mask.shape != (batch, 1, 1, length):
         return False

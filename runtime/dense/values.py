@@ -68,7 +68,12 @@ def plain_values(module: nn.Module) -> dict[str, object]:
 
 def keeps(module: nn.Module, values: Mapping[str, object]) -> bool:
     """Whether these values are still the module's."""
-    return values.items() <= vars(module).items()
+    own = vars(module)
+    for name, value in values.items():
+        held = own.get(name, values)
+        if held is not value and (type(held) is not type(value) or held != value):
+            return False
+    return True
 
 
 class _Itself:

@@ -12,6 +12,7 @@ heads, tokens, bytes], so whatever crops, reorders or copies a cache works on th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
@@ -243,6 +244,15 @@ def layer_bits(model: PreTrainedModel, kv: str, compiled: bool = True) -> tuple[
     if all(bits == (PLAIN, PLAIN) for bits in made) or not any(map(_makes_plain_caches, model.modules())):
         raise InputError(f"no layer of {type(model).__name__} has a cache that is kept in {kv} bits: leave kv out")
     return tuple(made)
+
+
+def forms_of(model: PreTrainedModel, compiled: bool) -> list[str]:
+    """Return the forms of cache that a model can have, the most precise first, each with other bits."""
+    found: dict[tuple[Bits, ...], str] = {}
+    for form in FORMS:
+        with contextlib.suppress(InputError):
+            found.setdefault(layer_bits(model, form, compiled), form)
+    return list(found.values())
 
 
 def _makes_plain_caches(module: nn.Module) -> bool:

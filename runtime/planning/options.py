@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from moepack.pack.errors import InputError
-from moepack.runtime.kv.forms import FORMS, PLAIN_KV
+from moepack.runtime.kv.forms import AUTO_KV, FORMS, PLAIN_KV
 from moepack.runtime.policies.registry import Policy, parse_policy
 
 from .sizes import Bound, parse_bound, parse_size
@@ -109,7 +109,8 @@ class LoadOptions:
             the place of calibration's. They decide which experts are there before the first token.
         kv: the bits of the KV cache: "16" keeps the model's own numbers; "8" and "4" keep codes, "k8v4" keys in 8 bits
             and values in 4. Latents have at least 8; layers with a window stay as they are. It needs a CPU with the
-            compiled kernels. docs/contexts.md says what each costs.
+            compiled kernels. "auto" takes, in a budget on such a CPU, the form with which experts and a cache of
+            `kv_tokens` together lose least; "16" elsewhere. docs/contexts.md says what each costs.
         checked: whether bytes whose digests this user has checked before are taken as checked while their file stays as
             it was (runtime/store/checked.py). Files that others may write are always digested.
 
@@ -158,8 +159,10 @@ class LoadOptions:
             if not isinstance(value := getattr(self, name), str | None):
                 raise InputError(f"{name} is a text, not {value!r}")
         parse_policy(self.policy)
-        if self.kv is not None and str(self.kv) not in FORMS:
-            raise InputError(f"kv is one of {', '.join(FORMS)}, not {self.kv!r}")
+        if self.kv is not None and str(self.kv) not in (*FORMS, AUTO_KV):
+            raise InputError(f"kv is one of {', '.join(FORMS)}, {AUTO_KV}, not {self.kv!r}")
+        if self.kv == AUTO_KV and self.max_tpot is not None:
+            raise InputError("kv=auto weighs losses, not a token's time: name the bits of kv beside max_tpot")
         _ = self.workload
         if isinstance(self.dtype, str) and self.dtype not in DTYPES:
             meant = SHORT.get(self.dtype.lower())
@@ -190,7 +193,7 @@ class LoadOptions:
     def workload(self) -> Workload:
         """The load for which a budget reserves memory."""
         given = {name: value for name in WORKLOAD if (value := getattr(self, name)) is not None}
-        return Workload(**given, kv=PLAIN_KV if self.kv is None else str(self.kv))
+        return Workload(**given, kv=PLAIN_KV if self.kv in (None, AUTO_KV) else str(self.kv))
 
     @property
     def torch_dtype(self) -> str | torch.dtype:

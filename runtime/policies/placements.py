@@ -88,3 +88,8 @@ def find_version(name: str, versions: Sequence[Version]) -> Version:
     if found is None:
         raise InputError(f"has no version {name!r}: here are {', '.join(v.name for v in versions)}")
     return found
+
+
+def version_name(placement: str) -> str:
+    """Return the version in a placement's name; nothing for `absent` and `stored`."""
+    return "" if placement in ("absent", "stored") else placement.partition("@")[0]

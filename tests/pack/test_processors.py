@@ -1,5 +1,9 @@
 """How many threads: what the scheduler grants, bounded by the quotas of control groups. Stand-in folders are groups."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -73,6 +77,18 @@ def test_all_that_start_threads_ask(text, cpus, expected, tmp_path, monkeypatch)
         assert torch.get_num_threads() == 8, "the user's own number"
     finally:
         torch.set_num_threads(before)
+
+
+def test_threads_of_a_command_wait_briefly(monkeypatch):
+    """OpenMP reads the variable as torch is imported; a way of waiting that the user set stays."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    code = "import sys; sys.argv = ['moepack', '--help']; sys.stdout = sys.stderr\n"
+    code += "import atexit, os; atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'), file=sys.__stdout__))\n"
+    code += "assert 'torch' not in sys.modules\nfrom moepack.cli import main\nmain()"
+    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")):
+        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **given}, capture_output=True, text=True)
+        assert done.stdout.split() == [expected], done.stderr
 
 
 def test_a_system_without_affinity(monkeypatch):

@@ -28,14 +28,7 @@ from .options import Workload
 
 MOST = 1 << 50  # the largest valid number
 DAY = 86_400.0  # seconds for which a rate is kept: another program may have slowed the machine
-VARIABLES = (
-    "MOEPACK_",
-    "ATEN_",
-    "ONEDNN_",
-    "OMP_",
-    "GOMP_",
-    "MKL_",
-)  # settings on which torch's threads and kernels depend
+VARIABLES = ("MOEPACK_", "ATEN_", "ONEDNN_", "OMP_", "MKL_")  # settings on which torch's threads and kernels depend
 
 
 def model_sizes(bundle: Bundle, device: str, workload: Workload) -> ModelSizes:

@@ -101,7 +101,7 @@ def test_a_budget_is_refused_before_a_weight_is_read(bundle, policy, monkeypatch
         patch.setattr(moepack.runtime.plugin, "attach", read)
         load_for_logits(bundle, policy=policy, device_memory=5, prefill_tokens=16, dtype="float32")
     with monkeypatch.context() as patch, pytest.raises(TooSmallError) as later:
-        patch.setattr(moepack.runtime.plugin, "check_budget", lambda *_: None)
+        patch.setattr(moepack.runtime.plugin, "check_budget", lambda model, bundle, options, dense: options)
         load_for_logits(bundle, policy=policy, device_memory=5, prefill_tokens=16, dtype="float32")
     assert str(refused.value) == str(later.value)
     load_for_logits(bundle, policy=policy, device_memory=refused.value.least, prefill_tokens=16, dtype="float32")

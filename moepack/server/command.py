@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import resource
 import signal
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .http.app import Server
 
 KEY = "MOEPACK_API_KEY"
+LAST = 5  # seconds for the answers of requests that the grace ends
 SPARE_FILES = 512  # open files beside the connections
 HELD = 4096  # tokens of KV cache reserved at loading if the policy cannot evict experts for it later
 LEAST = 16  # tokens of prompt and answer that the budget must hold
@@ -284,13 +286,16 @@ class Application(Protocol):
         """Refuse new requests."""
 
     def close(self) -> None:
-        """Release the application's resources."""
+        """End the requests that still run, and release the application's resources. It may be called twice."""
 
 
 async def run(
     server: Application, listener: socket.socket, asked: Serve, ready: Callable[[uvicorn.Server], None]
 ) -> None:
-    """Answer on `listener` until uvicorn stops; running requests finish. `ready` receives uvicorn once it answers."""
+    """Answer on `listener` until uvicorn stops. `ready` receives uvicorn once it answers.
+
+    Running requests then finish; those that still run after `asked.grace` seconds end with an error that says so.
+    """
     import uvicorn
 
     from .http.guard import HEADERS, Bounded, patient, shared
@@ -311,7 +316,13 @@ async def run(
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             server.stop()
+            ending = asyncio.create_task(end_after_grace())
             await super().shutdown(sockets)
+            ending.cancel()
+
+    async def end_after_grace() -> None:
+        await asyncio.sleep(asked.grace)
+        await asyncio.to_thread(server.close)
 
     _allow_files(asked.max_connections + SPARE_FILES)
     app = shared(Bounded(server.app, asked.max_connections), asked.cors_origin or ())
@@ -324,7 +335,7 @@ async def run(
         access_log=asked.access_log,
         timeout_keep_alive=int(HEADERS),
         h11_max_incomplete_event_size=32 << 10,
-        timeout_graceful_shutdown=max(1, int(asked.grace)),
+        timeout_graceful_shutdown=math.ceil(asked.grace) + LAST,
         server_header=False,
         backlog=1024,
     )

@@ -101,7 +101,7 @@ class Grammars:
 
 
 def _unkept(param: str, why: str) -> ApiError:
-    return bad(param, f"this schema cannot be kept to: {why.splitlines()[0][:300]}")
+    return bad(param, f"this schema cannot be kept to: {' '.join(why.split())[:300]}")
 
 
 class JsonMask:

@@ -3,7 +3,8 @@
 A file has one chunk's keys and values by layer, in safetensors, or the states after it. Its name is a digest of the
 model, of all tokens before the chunk and of its own, so a file is found by what it is for, and by nobody who does not
 have the same tokens. The model is the bundle, its dense versions, the dtype, the form of the cache and the version of
-transformers. The experts' versions are not in it: a policy changes them under running prompts too.
+transformers, and under a policy that changes nothing the experts' versions. Others change them under running prompts,
+too: their chunks are for all such policies.
 
 A thread writes files, so no pass waits. Before a request is queued, its thread checks the files that hold its prompt's
 beginning: they belong to this user alone, and their digest is that of their contents and name. The pass that reads the
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from .prefixes import Chunk, Prefixes
 
 log = logging.getLogger("moepack.server")
-FORMAT = 2
+FORMAT = 3
 ENDING = ".safetensors"
 OURS = re.compile(r"(\.\w+\.)?[0-9a-f]{64}\.safetensors")  # with the beginning, a file that was not yet whole
 HEADER = 1 << 20  # the most bytes of a header
@@ -55,7 +56,7 @@ SHARE = 8  # part of the room that one of this many servers with the same folder
 
 
 def described(model: ServedModel) -> str:
-    """Describe what keys and values follow from, beside the tokens and the experts' versions."""
+    """Describe what keys and values follow from, beside the tokens and versions that change."""
     manifest = model.moepack.bundle.manifest
     packed = {name: m.version.name for name, m in model.named_modules() if isinstance(m, PackedLinear)}
     facts = (
@@ -64,6 +65,7 @@ def described(model: ServedModel) -> str:
         sorted(packed.items()),
         str(model.dtype),
         [list(bits) for bits in model.moepack.kv],
+        None if model.moepack.manager is not None else model.moepack.versions,
         CHUNK,
         transformers.__version__,
     )

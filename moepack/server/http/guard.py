@@ -70,7 +70,9 @@ class Guard:
         headers = dict(scope["headers"])
         name = headers.get(b"host", b"").decode("latin-1")
         if self._names is not None and _without_port(name) not in self._names:
-            return ApiError(403, "this server answers to localhost alone")
+            return ApiError(
+                403, f"the Host header is {name[:80]!r}: this server answers to localhost alone, or to --host"
+            )
         if not self._keys or scope["path"] in OPEN:
             return None
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")

@@ -217,12 +217,16 @@ class CountBody(Cached):
             for made in message.said():
                 said.append(made)
                 origins.append(f"messages[{n}]")
+        last = said[-1]
+        template: Object = {}
+        if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:  # the answer goes on from it
+            template = {"add_generation_prompt": False, "continue_final_message": True}
         thinks = None if self.thinking is None else self.thinking.type != "disabled"
         names = NAMES if self.output_format is None else replace(NAMES, schema="output_format")
         return Request(
             model=self.model,
             schema=None if format is None else format.schema_,
-            chat=Dialogue(said, origins, shown, tools, self.output_config.effort, thinks=thinks, names=names),
+            chat=Dialogue(said, origins, shown, tools, self.output_config.effort, template, thinks, names=names),
             names=names,
             unfollowed=tuple(self.unfollowed()),
             **own,

@@ -57,6 +57,16 @@ def test_a_message_is_what_a_chat_says(exact):
     assert stopped["content"][0]["text"] == text[: text.index(text[3:6])]
 
 
+def test_an_answer_that_is_begun_goes_on(exact):
+    """It is not closed as a turn: agents begin JSON for the model."""
+    begun = [*SAID, {"role": "assistant", "content": "Once upon"}]
+    asked = {"messages": begun, "add_generation_prompt": False, "continue_final_message": True}
+    ids = json.loads(post(f"{exact.url}/tokenize", asked))["tokens"]
+    wanted = exact.client().completions.create(model=NAME, prompt=ids, temperature=0, max_tokens=8).choices[0].text
+    found = ask(exact, messages=begun)
+    assert found["content"][0]["text"] == wanted and found["usage"]["input_tokens"] == len(ids)
+
+
 def test_more_than_fits_ends_where_the_room_does(exact, monkeypatch):
     """A client of this interface must name a bound, and most name a large one; a prompt without room is refused."""
     monkeypatch.setattr(exact.server.scheduler, "most_answer", lambda prompt: 5)

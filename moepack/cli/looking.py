@@ -45,6 +45,7 @@ def verify(
     quiet: Quiet = False,
 ) -> None:
     """Check digests, and bits against a checkpoint."""
+    from moepack.reports.verify import agreement
     from moepack.reports.verify import verify as run
 
     with progress(quiet) as reporter:
@@ -55,7 +56,7 @@ def verify(
         for problem in problems:
             typer.echo(problem)
         if not problems:
-            typer.echo(f"{bundle}: good{f', bit-identical with {checkpoint}' if checkpoint else ''}")
+            typer.echo(f"{bundle}: good{f', {agreement(bundle)} {checkpoint}' if checkpoint else ''}")
     if problems:
         fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
 

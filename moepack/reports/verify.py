@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from moepack.pack.encodings.bf16 import EXPERT_DTYPES
 from moepack.pack.errors import BundleError, InputError, Problem, printable
 from moepack.pack.manifest import CONFIG, LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle, unlisted
@@ -46,6 +47,15 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
     if checkpoint is not None and not problems:
         problems += _against(bundle, checkpoint, reporter)
     return problems
+
+
+def agreement(path: str | Path) -> str:
+    """Return how a bundle without problems agrees with its checkpoint."""
+    bundle = open_bundle(path)
+    exact = lossless(bundle.versions)
+    held = EXPERT_DTYPES.get(str(bundle.manifest.model.get("expert_dtype")), "")
+    rounded = exact is not None and not exact.released and "rounded" in held
+    return "bit-identical, once rounded to BF16, with" if rounded else "bit-identical with"
 
 
 def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list[Problem]:

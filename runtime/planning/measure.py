@@ -115,7 +115,7 @@ def _measure(
 
     model, mode = skeleton(config, dtype)
     probe = Probe(model, layers, device, mode, workload.kv, own_attention)
-    shape = probe.kv_shape()
+    shape = probe.kv_shape(workload.prefill_tokens)
     dense = dense_bytes(model, layers)
     lone = lone_embedding(model)
     maps = dense_shapes(model)

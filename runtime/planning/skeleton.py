@@ -196,8 +196,11 @@ class Probe:
             if getattr(module, "num_key_value_groups", 1) > 1 and _attends_by_sdpa(module):
                 module.num_key_value_groups = 1  # so that keys reach `_ServedAttention` uncopied
 
-    def kv_shape(self) -> KvShape:
-        """Measure how a sequence's cache grows; a model without a cache has a shape without parts."""
+    def kv_shape(self, tokens: int = SHORT) -> KvShape:
+        """Measure how a sequence's cache grows; a model without a cache has a shape without parts.
+
+        `tokens` are those of the largest pass: behind it a layer with a window still holds all of them.
+        """
         with self._running() as live:
             cache = self._forward(None, SHORT)
             self.calls = live.calls
@@ -209,7 +212,7 @@ class Probe:
             far = None
             self._window = window = sliding_window(cache)
             if window:
-                far, further = (list(storages(self._forward(None, window + n * SHORT)).values()) for n in (2, 3))
+                far, further = (self._held(window + n * SHORT, max(tokens, SHORT)) for n in (2, 3))
         if len(short) != len(double):
             raise ValueError("a cache whose number of tensors changes with its length")
         parts: list[tuple[int, int, int | None]] = []
@@ -218,6 +221,12 @@ class Probe:
             cap = far[i] if far is not None and slope and far[i] == further[i] else None
             parts.append((a - slope * SHORT, slope, cap))
         return KvShape(tuple(parts))
+
+    def _held(self, context: int, tokens: int) -> list[int]:
+        """Return the bytes of a cache's storages after a pass of `tokens` tokens behind `context` others."""
+        cache = self._forward(None, context)
+        self._forward(cache, tokens)
+        return list(storages(cache).values())
 
     def shorten(self) -> None:
         """Leave out decoder layers that repeat earlier ones: what passes take beside caches stays the same.

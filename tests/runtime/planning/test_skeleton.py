@@ -27,20 +27,26 @@ TINY = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 @pytest.mark.parametrize("name", [*TINY, "glm5_next", "hy_v4", "mistral_large4"])
 def test_kv_bytes_are_those_of_real_caches(name):
     """Full attention, MLA, a window of 32 tokens, linear attention's states, an indexer's keys, pooled ones, and layers
-    that keep no keys of their own: to the byte, at every length."""
+    that keep no keys of their own: to the byte, at every length, in passes of up to 70 tokens."""
     torch.manual_seed(0)
     config = tiny_models.config_of(name, {}) if name in TINY else families.small(name)
     model = model_of(config, dtype=torch.bfloat16).eval()
     found = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
     layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
     made, mode = skeleton(config, torch.bfloat16)
-    shape = Probe(made, layers, torch.device("cpu"), mode).kv_shape()
+    shape = Probe(made, layers, torch.device("cpu"), mode).kv_shape(70)
     assert dict(made.named_parameters()).keys() == dict(model.named_parameters()).keys()
     counters = 8 if name == "gpt_oss" else 0  # one counter for all sequences, counted for each
     for tokens in (8, 21, 31, 32, 33, 70):
         with torch.no_grad():
             cache = cache_in(model(input_ids=torch.arange(1, tokens + 1).repeat(2, 1), use_cache=True))
         assert shape.bytes(tokens, 2) == cache_bytes(cache) + counters
+    if name == "gpt_oss":  # of its two layers one has the window
+        with torch.no_grad():
+            for _ in range(3):
+                cache = model(torch.arange(1, 71).repeat(2, 1), past_key_values=cache, use_cache=True).past_key_values
+        assert shape.bytes(4 * 70, 2) == cache_bytes(cache) + counters
+        assert shape.bytes(2000) - shape.bytes(1000) == 1000 * shape.token_bytes // 2
     size = shape.bytes(40, 3)
     assert shape.bytes(0) == 0 and shape.tokens(size, 3, 1000) == 40 and shape.tokens(size - 1, 3, 1000) == 39
 

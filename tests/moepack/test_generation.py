@@ -6,8 +6,8 @@ import re
 import pytest
 import torch
 from gpu_stand_in import install
-from support import ROOT, RTN, cli, ok
-from tiny_models import build_tiny, save_tiny
+from support import ROOT, cli, ok
+from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM
 
 import moepack
@@ -37,15 +37,21 @@ def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle):
     assert stopped == text[: text.index(word)]
 
 
-def test_a_cache_that_does_not_know_its_length(tmp_path, demo_model, text):
-    """MiniMax's says 0, so that a pass which names no positions would be at the text's beginning."""
-    path = build_tiny("minimax", tmp_path, RTN, demo_model, text)
-    how = {"policy": "static:w4", "dtype": "float32"}
-    said = generate(path, "The history of the town", LoadOptions(**how), max_new_tokens=16)
-    model, tokenizer = moepack.load(path, **how), load_tokenizer(path)
-    ids = tokenizer("The history of the town", return_tensors="pt").input_ids
-    out = model.generate(ids, max_new_tokens=16, do_sample=False, pad_token_id=0)
-    assert said == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) and len(said) > 20
+def test_every_token_is_placed(bundle):
+    """A cache may not know its length: MiniMax's says 0, and a pass that names no positions begins there."""
+    with Session(bundle, LoadOptions(policy="static:w4")) as session:
+        ids = session.text("The history of the town")
+        session.load(len(ids) + 8, 512)
+        own = session.model.forward
+        places = []
+
+        def forward(*args, **given):
+            places.extend(given["position_ids"][0].tolist())
+            return own(*args, **given)
+
+        session.model.forward = forward
+        session.go_on(ids, 8, GREEDY, (), lambda text: None)
+    assert places == list(range(len(ids) + 7))
 
 
 def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle):

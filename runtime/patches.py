@@ -43,8 +43,8 @@ def leave_out(command: str) -> None:
 def wait_briefly() -> None:
     """Let OpenMP's threads sleep soon when they wait. To be called before torch is imported.
 
-    Threads of GNU OpenMP wait for a few ms awake. Where another program computes, they then hold
-    processors that others need: `benchmarks.contexts --beside 1` measures it. A way of waiting that the user set stays.
+    Threads of GNU OpenMP wait awake for a few ms. Where another program computes, they then hold processors that others
+    need: `benchmarks.contexts --beside 1` measures it. A way of waiting that the user set stays.
     """
     if not any(os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")):
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)

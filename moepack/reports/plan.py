@@ -245,14 +245,12 @@ def _with_best_cache(bundle: Bundle, options: LoadOptions, limit: ProcessLimit |
     from moepack.runtime.planning.decided import best_cache
 
     weighed: dict[str, Planned] = {}
-    seen = set[int]()  # bytes a token: latents have one form of fewer bits
 
     def experts_lose(form: str) -> float:
         asked = replace(options, kv=form, kv_tokens=options.kv_tokens or CONTEXT)
         made = _planned(bundle, asked, limit, on_gpu)
-        if made.kv_bytes_per_token in seen:
-            raise InputError(f"kv={form}: the model has no such cache")
-        seen.add(made.kv_bytes_per_token)
+        if any(made.kv_bytes_per_token == other.kv_bytes_per_token for other in weighed.values()):
+            raise InputError(f"kv={form}: the model has no such cache")  # latents have one form of fewer bits
         weighed[form] = made
         if made.expected_relative_loss is None:
             raise InputError(made.message or "")
@@ -262,9 +260,11 @@ def _with_best_cache(bundle: Bundle, options: LoadOptions, limit: ProcessLimit |
     caches = tuple(
         CachePlan(form, made.fixed.kv, made.expected_relative_loss, LOSS[form]) for form, made in weighed.items()
     )
-    # without a form that could be served, as loading says it
-    form = best if best in weighed else next(reversed(weighed), PLAIN_KV)
-    return replace(_planned(bundle, replace(options, kv=form), limit, on_gpu), caches=caches)
+    form = best if best in weighed else next(reversed(weighed), PLAIN_KV)  # of those that the model can have
+    made = weighed.get(form)
+    if made is None or not options.kv_tokens:
+        made = _planned(bundle, replace(options, kv=form), limit, on_gpu)
+    return replace(made, caches=caches)
 
 
 def _check_device(device: str) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
 from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.experts.cpu import FEW, in_one_call
@@ -29,7 +29,7 @@ from moepack.runtime.experts.forward import count
 from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup
 from moepack.runtime.kernels.token_native import Block, Chosen, DecoderLayer, ExpertsBlock, SharedExpert
-from moepack.runtime.kv.growing import GrowingLayer, keep, takes_token, with_room
+from moepack.runtime.kv.growing import Appendable, keep, takes_token, with_room
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step, step_of
 
@@ -263,9 +263,7 @@ def _fits(x: object) -> bool:
     )
 
 
-def _layer(
-    given: dict[str, Any], place: _Place, x: Tensor, step: Step
-) -> GrowingLayer | DynamicSlidingWindowLayer | None:
+def _layer(given: dict[str, Any], place: _Place, x: Tensor, step: Step) -> Appendable | None:
     """Return the layer of a cache behind whose rows a kernel may write those of one token of each sequence."""
     cache = given.get(place.cache_name)
     turn = given.get("position_embeddings")

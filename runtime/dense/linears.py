@@ -21,7 +21,18 @@ from torch import Tensor, nn
 from moepack.pack.errors import InputError
 from moepack.pack.isa import emulated
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import LOSSLESS, MEMORY_PAGE, ROUTERS, SECTION, ExpertLayer, Matrix, Version, align
+from moepack.pack.spec import (
+    LEAST_DENSE,
+    LOSSLESS,
+    MEMORY_PAGE,
+    ROUTERS,
+    SECTION,
+    ExpertLayer,
+    Matrix,
+    Version,
+    align,
+    is_dense,
+)
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.devices.migration import HostEvent
 from moepack.runtime.experts import backends
@@ -69,20 +80,31 @@ def most_tokens() -> int:
 
 
 def linears(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
-    """A model's linear maps that the kernels run, by name in the model's order, without those inside `experts`.
+    """A model's dense matrices by module name, in the model's order, without those inside the modules `experts`."""
+    found = _outside(model, experts)
+    return {name: m for name, m in found.items() if is_dense(name, m.out_features, m.in_features)}
 
-    They are the dense matrices, and narrower ones, such as gates of heads: torch takes 0.2 ms for one of 32 rows where
-    weights that stream through the caches evict its code.
+
+def _narrow(model: nn.Module, experts: Sequence[str]) -> dict[str, PackedMatrix]:
+    """BF16 maps narrower than dense matrices, such as gates of heads, where they lie.
+
+    torch takes 0.2 ms for one of 32 rows where weights that stream through the caches evict its code.
     """
-    inside = tuple(f"{name}." for name in experts)
+    version = Version.of(LOSSLESS)
     return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear
-        and min(module.out_features, module.in_features) >= NARROWEST
+        name: PackedMatrix(Matrix("weight", *m.weight.shape), version, m.weight.detach().view(-1).view(torch.uint8))
+        for name, m in _outside(model, experts).items()
+        if NARROWEST <= min(m.weight.shape) < LEAST_DENSE
+        and m.bias is None
+        and m.weight.dtype == torch.bfloat16
+        and m.weight.is_contiguous()
         and {*ROUTERS}.isdisjoint(name.split(".")[-2:])
-        and not name.startswith(inside)
     }
+
+
+def _outside(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
+    inside = tuple(f"{name}." for name in experts)
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and not n.startswith(inside)}
 
 
 def groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -105,7 +127,7 @@ class PackedMatrix:
 
     matrix: Matrix
     version: Version
-    extent: Tensor  # uint8, beginning on a multiple of 64: laid out like an expert that has this matrix alone
+    extent: Tensor  # uint8, laid out like an expert that has this matrix alone; a plain one may begin anywhere
 
 
 class Group:
@@ -316,8 +338,9 @@ def serve(
         return
     if plain:
         own = {d.module for d in bundle.manifest.dense}
-        rest = linears(model, [layer.module for layer in bundle.layers])
-        served |= _move({name: module for name, module in rest.items() if name not in own})
+        experts = [layer.module for layer in bundle.layers]
+        rest = linears(model, experts)
+        served |= _move({name: module for name, module in rest.items() if name not in own}) | _narrow(model, experts)
     most = most_tokens() if plain else 0
     for names in groups([n for n, d in served.items() if has_kernels([d.version])]):
         group = Group([served[n] for n in names])

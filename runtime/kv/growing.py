@@ -122,12 +122,15 @@ class GrowingLayer(DynamicLayer):
         return [held for name in self.appended if (held := getattr(self, name)) is not None]
 
 
-def takes_token(layer: object) -> TypeGuard[GrowingLayer | DynamicSlidingWindowLayer]:
+Appendable = GrowingLayer | DynamicSlidingWindowLayer
+
+
+def takes_token(layer: object) -> TypeGuard[Appendable]:
     """Whether `with_room` and `keep` know a cache's layer: keys and values of all tokens, or of a window."""
     return type(layer) is GrowingLayer or (type(layer) is DynamicSlidingWindowLayer and not layer.record_past)
 
 
-def with_room(layer: GrowingLayer | DynamicSlidingWindowLayer) -> tuple[Tensor, Tensor]:
+def with_room(layer: Appendable) -> tuple[Tensor, Tensor]:
     """Return a layer's keys and values with a row more, which the caller writes before it hands them to `keep`."""
     if isinstance(layer, GrowingLayer):
         return layer.longer()
@@ -142,7 +145,7 @@ def _copied(held: Tensor | None) -> Tensor:
     return made
 
 
-def keep(layer: GrowingLayer | DynamicSlidingWindowLayer, keys: Tensor, values: Tensor) -> None:
+def keep(layer: Appendable, keys: Tensor, values: Tensor) -> None:
     """Set what a layer holds after a token of each sequence, as its `update` does."""
     if isinstance(layer, DynamicSlidingWindowLayer):
         layer.cumulative_length += 1

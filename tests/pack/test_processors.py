@@ -79,16 +79,23 @@ def test_all_that_start_threads_ask(text, cpus, expected, tmp_path, monkeypatch)
         torch.set_num_threads(before)
 
 
-def test_threads_of_a_command_wait_briefly(monkeypatch):
-    """OpenMP reads the variable as torch is imported; a way of waiting that the user set stays."""
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    code = "import sys; sys.argv = ['moepack', '--help']; sys.stdout = sys.stderr\n"
-    code += "import atexit, os; atexit.register(lambda: print(os.environ.get('GOMP_SPINCOUNT'), file=sys.__stdout__))\n"
-    code += "assert 'torch' not in sys.modules\nfrom moepack.cli import main\nmain()"
-    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")):
-        done = subprocess.run([sys.executable, "-c", code], env={**os.environ, **given}, capture_output=True, text=True)
-        assert done.stdout.split() == [expected], done.stderr
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)]
+)
+def test_threads_wait_briefly(given, spins, monkeypatch):
+    """A way of waiting that the user set stays."""
+    monkeypatch.setattr("os.environ", given)
+    patches.wait_briefly()
+    assert given.get("GOMP_SPINCOUNT") == spins
+
+
+def test_a_command_says_how_threads_wait_before_torch_reads_it():
+    code = "import os, sys, moepack.runtime.patches as p; own = p.wait_briefly\n"
+    code += "p.wait_briefly = lambda: (own(), print('torch' in sys.modules, os.environ['GOMP_SPINCOUNT']))\n"
+    code += "from moepack.cli import main; sys.argv = ['moepack', '--version']; main()"
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("False 1000\n")
 
 
 def test_a_system_without_affinity(monkeypatch):

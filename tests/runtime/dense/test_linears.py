@@ -49,13 +49,27 @@ def grouped(modules):
 
 
 def test_what_is_found_and_what_goes_together():
-    model = nn.ModuleDict({"a": Attention(), "experts": Attention(), "small": nn.Linear(15, 64)})
+    model = nn.ModuleDict({"a": Attention(), "experts": Attention(), "small": nn.Linear(63, 64)})
     names = list(linears(model, ["experts"]))
     assert names == ["a.q_proj", "a.k_proj", "a.v_proj", "a.o_proj"], "no router, no expert, nothing small"
     assert list(groups(names)) == [("a.q_proj", "a.k_proj", "a.v_proj"), ("a.o_proj",)]
     assert list(groups(["m.gate_proj", "m.down_proj", "m.up_proj", "n.up_proj"])) == [
         ("m.gate_proj", "m.up_proj"), ("m.down_proj",), ("n.up_proj",)
     ]  # fmt: skip
+
+
+def test_narrow_maps_are_served_where_they_lie():
+    """So no budget has to count them; a router's stay torch's."""
+    torch.manual_seed(0)
+    parts = {"b_proj": nn.Linear(97, 33, bias=False), "gate": nn.Linear(97, 33, bias=False)}
+    model = nn.ModuleDict(parts).bfloat16().requires_grad_(False)
+    weight, x = model["b_proj"].weight, torch.randn(1, 2, 97).bfloat16()
+    at = weight.data_ptr()
+    serve_linears(model)
+    assert type(model["b_proj"]) is ServedLinear and type(model["gate"]) is nn.Linear
+    made = model["b_proj"](x)
+    assert weight.data_ptr() == at and made.dtype == torch.bfloat16
+    assert (made.float() - x.float() @ weight.float().T).abs().max() < 0.03
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -1,6 +1,9 @@
 """The form of the KV cache with which experts and cache lose least in a budget: as planned, and as loaded."""
 
+import json
+
 import pytest
+from support import ROOT
 
 import moepack
 from moepack.pack.errors import InputError
@@ -42,8 +45,15 @@ def test_the_least_sum_is_chosen(experts, best):
     assert best_cache(experts, lose) == best
 
 
-def test_fewer_bits_lose_more():
+def test_a_form_loses_what_was_measured():
+    """The larger of two models' losses, rounded up."""
+    most = dict.fromkeys(FORMS, 0.0)
+    for name in ("cache", "cache-tiny-qwen3-moe"):
+        for row in json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]:
+            if row.get("experts") == "bf16":
+                most[row["kv"]] = max(most[row["kv"]], row["as relative loss"])
     assert list(LOSS) == list(FORMS) and list(LOSS.values()) == sorted(LOSS.values())
+    assert all(most[form] <= LOSS[form] <= 1.3 * most[form] for form in FORMS)
 
 
 @pytest.mark.skipif(backends.library() is None, reason="a cache is coded by the compiled kernels")

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 SERVING = frozenset({"serve", "generate", "chat", "plan"})
-SPINS = 1000  # rounds, some 20 us; GNU OpenMP's default is 300,000
+SPINS = 1000  # rounds of a waiting thread; GNU OpenMP's default is 300,000
 UNUSED = ("hqq", "scipy", "sklearn", "torchao")
 
 

@@ -225,11 +225,8 @@ class Session:
         new = torch.tensor([ids[done:]], device=self.model.device)
         if cache is None:
             cache = told_cache(self.model.config, len(ids))
-        at = torch.arange(done, len(ids), device=self.model.device)[None]  # not every cache knows its length
-        chunk = self._chunk if self._options.in_budget else new.shape[1]
-        for part, positions in zip(new.split(chunk, dim=1), at.split(chunk, dim=1), strict=True):
-            held = with_cache(self.model, cache)
-            out = self.model(input_ids=part, position_ids=positions, use_cache=True, **held, **last)
+        for part in new.split(self._chunk if self._options.in_budget else new.shape[1], dim=1):
+            out = self.model(input_ids=part, use_cache=True, **with_cache(self.model, cache), **last)
             cache = cache_in(out)
             if cache is None and part.shape[1] < new.shape[1]:
                 out = self.model(input_ids=new, use_cache=True, **last)

@@ -128,11 +128,31 @@ def extend_from_pretrained() -> None:
     kind.from_pretrained = classmethod(from_pretrained)
 
 
+def count_tokens_of_minimax() -> None:
+    """Let MiniMax's cache know its length.
+
+    transformers asks its first layer, which attends linearly and keeps no keys. Behind such a cache a pass names places
+    from the text's beginning on, and its mask shows it none of the text before.
+    """
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    kind: Any = MiniMaxCache
+    length = kind.get_seq_length
+    sizes = kind.get_mask_sizes
+
+    def first_with_keys(cache: Any) -> int:
+        return next((i for i, layer in enumerate(cache.layers) if layer.get_seq_length()), 0)
+
+    kind.get_seq_length = lambda cache, layer_idx=0: length(cache, first_with_keys(cache))
+    kind.get_mask_sizes = lambda cache, tokens, layer_idx=0: sizes(cache, tokens, first_with_keys(cache))
+
+
 _AFTER: dict[str, Callable[[], object]] = {  # modules, and the function to call right after each has run
     "torch": limit_threads,
     "transformers.quantizers.auto": lambda: importlib.import_module("moepack.runtime.plugin"),
     "moepack.runtime.plugin": register_plugin,
     "transformers.modeling_utils": extend_from_pretrained,
+    "transformers.models.minimax.modeling_minimax": count_tokens_of_minimax,
 }
 
 

@@ -174,9 +174,8 @@ def _read(model: ServedModel, ids: Tensor, chunk: int) -> tuple[float, Tensor, C
     _settle(model)
     began = time.perf_counter()
     cache = None
-    at = ids.new_ones(ids.shape).cumsum(1) - 1
-    for part, positions in zip(ids.split(chunk, dim=1), at.split(chunk, dim=1), strict=True):
-        out = model(input_ids=part, position_ids=positions, use_cache=True, **with_cache(model, cache), **last)
+    for part in ids.split(chunk, dim=1):
+        out = model(input_ids=part, use_cache=True, **with_cache(model, cache), **last)
         cache = cache_in(out)
     _settle(model)
     return time.perf_counter() - began, out.logits[:, -1:], cache
@@ -185,9 +184,8 @@ def _read(model: ServedModel, ids: Tensor, chunk: int) -> tuple[float, Tensor, C
 def _decode(model: ServedModel, ids: Tensor, tokens: int, chunk: int) -> float:
     _, logits, cache = _read(model, ids, chunk)
     began = time.perf_counter()
-    for n in range(tokens):
-        at = ids.new_full((len(ids), 1), ids.shape[1] + n)
-        out = model(input_ids=logits.argmax(-1), position_ids=at, use_cache=True, **with_cache(model, cache))
+    for _ in range(tokens):
+        out = model(input_ids=logits.argmax(-1), use_cache=True, **with_cache(model, cache))
         logits = out.logits[:, -1:]
         cache = cache_in(out)
     _settle(model)

@@ -207,8 +207,7 @@ class Probe:
             if cache is None:
                 return KvShape()
             short = list(storages(cache).values())
-            self._forward(cache, SHORT)
-            double = list(storages(cache).values())
+            double = list(storages(self._forward(None, 2 * SHORT)).values())  # of one pass, which no window cuts
             far = None
             self._window = window = sliding_window(cache)
             if window:

@@ -37,21 +37,24 @@ def test_text_comes_piece_by_piece_and_is_that_of_generate(bundle):
     assert stopped == text[: text.index(word)]
 
 
-def test_every_token_is_placed(bundle):
-    """A cache may not know its length: MiniMax's says 0, and a pass that names no positions begins there."""
-    with Session(bundle, LoadOptions(policy="static:w4")) as session:
-        ids = session.text("The history of the town")
-        session.load(len(ids) + 8, 512)
-        own = session.model.forward
-        places = []
-
-        def forward(*args, **given):
-            places.extend(given["position_ids"][0].tolist())
-            return own(*args, **given)
-
-        session.model.forward = forward
-        session.go_on(ids, 8, GREEDY, (), lambda text: None)
-    assert places == list(range(len(ids) + 7))
+def test_minimax_reads_a_text_in_parts():
+    """Its cache says how many tokens it holds; transformers' own says none, and places each part at the beginning."""
+    torch.manual_seed(0)
+    config = small("minimax")
+    config.layer_types = ["linear_attention", "full_attention"]  # as released
+    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    for weight in model.parameters():
+        weight.data.mul_(4 if weight.dim() > 1 else 1)  # so that attention tells places apart
+    ids = torch.randint(1, 60, (1, 40))
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits[0, -1]
+        for size in (1, 7, 39):
+            cache = None
+            for part in ids.split(size, 1):
+                out = model(part, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+            assert cache.get_seq_length() == 40
+            assert (out.logits[0, -1] - whole).abs().max() < 0.01 * whole.abs().max()
 
 
 def test_a_chat_goes_on_from_its_cache_and_answers_the_same(bundle):

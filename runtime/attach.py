@@ -28,7 +28,8 @@ from moepack.runtime.experts.op import enter
 from moepack.runtime.planning.budget import BudgetTracker
 from moepack.runtime.planning.choice import choose_policy
 from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds, rounding
-from moepack.runtime.planning.measure import dense_bytes, measure, on_cuda
+from moepack.runtime.planning.matrices import dense_bytes
+from moepack.runtime.planning.measure import measure, on_cuda
 from moepack.runtime.planning.options import LoadOptions, Workload
 from moepack.runtime.planning.plan import make_plan, staging_bytes, unchanging
 from moepack.runtime.planning.sizes import parse_size
@@ -74,7 +75,7 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
         own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them
     serve_dense(model, bundle, dense, compiled, kernels, in_place)
     if (bound := options.bound) is not None:
-        kv = measure(bundle, model.config, model.dtype, devices[0], workload)[0].kv if workload.kv_tokens else None
+        kv = measure(bundle, model.config, model.dtype, devices[0], workload, dense).kv if workload.kv_tokens else None
         in_file = any(isinstance(module, FileRows) for module in model.modules())
         read = max(0, dense_bytes(model) - (0 if in_file else looked_up(model.config)))
         read += kv.bytes(workload.kv_tokens) if kv else 0
@@ -86,7 +87,7 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
     fixed = Fixed(dense_bytes(model))
     needs = None
     if device_memory is not None:
-        fixed, needs = _held_back(model, bundle, devices, workload, fixed, policy.is_live)
+        fixed, needs = _held_back(model, bundle, devices, workload, dense, fixed, policy.is_live)
     manager: ResidencyManager | None = None
     tracker: BudgetTracker | None = None
     if policy.is_live:
@@ -163,6 +164,7 @@ def _held_back(
     bundle: Bundle,
     devices: Sequence[torch.device],
     workload: Workload,
+    dense: Sequence[Version],
     fixed: Fixed,
     live: bool,
 ) -> tuple[Fixed, MeasuredNeeds]:
@@ -171,9 +173,9 @@ def _held_back(
 
     device = devices[0]
     taken = 0
-    unserved = (m for m in latent_layers(model) if getattr(m, "_moepack_latent", None) is None)
+    unserved = (m for _, m in latent_layers(model) if getattr(m, "_moepack_latent", None) is None)
     own = device.type == "cpu" and next(unserved, None) is not None
-    needs, _ = measure(bundle, model.config, model.dtype, device, workload, own)
+    needs = measure(bundle, model.config, model.dtype, device, workload, dense, own)
     activations = needs.activations
     if device.type == "cuda":
         activations = max(activations, on_cuda(model, bundle.layers, device, needs)) + graphs.wanted() * graphs.MEMORY

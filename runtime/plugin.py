@@ -30,8 +30,8 @@ from moepack.runtime.dense.linears import prepare
 from moepack.runtime.experts.forward import IMPLEMENTATION
 from moepack.runtime.load import check_options
 from moepack.runtime.planning.exceeded import TooSmallError
+from moepack.runtime.planning.matrices import EXPERT_PARAMETERS
 from moepack.runtime.planning.options import METHOD, SERVED, WORKLOAD, LoadOptions
-from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS
 from moepack.runtime.store.checked import recording
 
 from .attach import attach

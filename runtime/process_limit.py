@@ -17,18 +17,16 @@ import torch
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import Version, align
-from moepack.runtime.dense.choice import dense_change
-from moepack.runtime.dense.linears import linears, padding
 from moepack.runtime.devices import glibc, torch_cuda
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.forms import AUTO_KV, CONTEXT, FORMS
 from moepack.runtime.planning.choice import choose_policy, ladders_of
 from moepack.runtime.planning.decided import best_cache, decide, relative_loss
 from moepack.runtime.planning.exceeded import TooSmallError
-from moepack.runtime.planning.fixed import Fixed, MeasuredNeeds
-from moepack.runtime.planning.measure import lone_embedding, measure
+from moepack.runtime.planning.fixed import Fixed
+from moepack.runtime.planning.matrices import kernels_read, ranges
+from moepack.runtime.planning.measure import measure
 from moepack.runtime.planning.options import AUTO, LoadOptions
 from moepack.runtime.planning.plan import make_plan, unchanging
 from moepack.runtime.planning.sizes import in_unit, parse_size
@@ -216,11 +214,8 @@ def _with_cache(
 
 def _outside(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: Sequence[Version]) -> Fixed:
     """Measure a model whose weights are not read yet; return its bytes beside experts."""
-    needs, own = measure(bundle, model.config, model.dtype, CPU, options.workload)
-    own += dense_change(bundle, dense, model.dtype.itemsize) + _padding(model, bundle)
-    if options.memory is not None:
-        own -= _in_file(needs, model, bundle)
-    return Fixed(own, needs.kv_bytes, needs.activations)
+    needs = measure(bundle, model.config, model.dtype, CPU, options.workload, dense)
+    return needs.fixed(options.memory is not None)
 
 
 def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> None:
@@ -230,25 +225,6 @@ def _check_fits(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int) -> No
         unchanging(bundle, policy, fixed, budget)
 
 
-def _padding(model: PreTrainedModel, bundle: Bundle) -> int:
-    """Return the bytes that a model's dense matrices without versions take beyond their own where kernels read them."""
-    if not backends.serves_dense() or backends.backend(CPU) != "native":
-        return 0
-    own = {d.module for d in bundle.manifest.dense}
-    found = linears(model, [layer.module for layer in bundle.layers])
-    return padding({name: module for name, module in found.items() if name not in own})
-
-
-def _in_file(needs: MeasuredNeeds, model: PreTrainedModel, bundle: Bundle) -> int:
-    """Return the bytes of an embedding that stays in its file: none where transformers converts it to another dtype."""
-    if not needs.embedding or (lone := lone_embedding(model)) is None:  # its weights are not tied yet
-        return 0
-    name = f"{lone[0]}.weight"
-    stored = bundle.dense(check_digests=False)
-    own = str(lone[1].weight.dtype).removeprefix("torch.")
-    return needs.embedding if name not in stored or DTYPES[stored.dtype(name)][1] == own else 0
-
-
 def _twice(model: PreTrainedModel, bundle: Bundle, dense: Sequence[Version]) -> int:
     """Return the bytes of the largest dense matrix that is in memory twice while it is loaded.
 
@@ -256,6 +232,5 @@ def _twice(model: PreTrainedModel, bundle: Bundle, dense: Sequence[Version]) -> 
     """
     places = [(v, *bundle.dense_place(i)) for i, v in enumerate(dense) if v.entropy_coded]
     sizes = [bundle.dense_file(v.name, layer).extent_size(at) for v, layer, at in places]
-    own = {d.module for d in bundle.manifest.dense}
-    found = linears(model, [layer.module for layer in bundle.layers])
-    return max([*sizes, *(m.weight.nbytes for name, m in found.items() if name not in own)], default=0)
+    moved = ranges(model, bundle, dense, kernels_read()).moved
+    return max([*sizes, *(m.weights * model.dtype.itemsize for m, _ in moved.values())], default=0)

@@ -29,9 +29,10 @@ from moepack.runtime.planning.choice import choose_policy, ladders_of
 from moepack.runtime.planning.config import read_config
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import Fixed
+from moepack.runtime.planning.matrices import EXPERT_PARAMETERS
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import Plan, make_plan, unchanging
-from moepack.runtime.planning.skeleton import EXPERT_PARAMETERS, on_meta
+from moepack.runtime.planning.skeleton import on_meta
 from moepack.runtime.policies.contract import Versions
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import Policy, parse_policy

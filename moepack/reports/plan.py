@@ -140,10 +140,10 @@ def plan(path: str | Path | Bundle, options: LoadOptions) -> Planned:
 
 
 def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, on_gpu: bool) -> Planned:
-    from moepack.runtime.dense.choice import choose_dense, dense_change
+    from moepack.runtime.dense.choice import choose_dense
     from moepack.runtime.planning.choice import choose_policy
     from moepack.runtime.planning.decided import decide, relative_loss
-    from moepack.runtime.planning.fixed import Fixed, rounding
+    from moepack.runtime.planning.fixed import rounding
     from moepack.runtime.planning.measured import model_sizes, threads
     from moepack.runtime.planning.plan import least_budget
     from moepack.runtime.planning.token_cost import within
@@ -152,25 +152,22 @@ def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, o
     from .speed import speed, token_bytes, while_moving
 
     workload = options.workload
-    model = model_sizes(bundle, options.device, workload)
+    model = model_sizes(bundle, options.device, workload, choose_dense(options.dense, bundle, options.policy))
     needs = model.needs
     budget = options.budget if limit is None else limit.budget
     assert budget is not None
-    versions = choose_dense(options.dense, bundle, options.policy)
-    outside = model.dense + dense_change(bundle, versions, model.itemsize)
-    read = max(0, outside - model.looked_up) + needs.kv.bytes(workload.kv_tokens)
+    read = max(0, needs.dense - model.looked_up) + needs.kv.bytes(workload.kv_tokens)
     whole = bundle.versions
     bundle = within(bundle, options.bound, read, model.top_k, partial(memory_rate, options.device))
-    if limit is not None:
-        outside -= needs.embedding
     parsed = choose_policy(options.policy, bundle, [options.device], True)
     estimated = options.device.partition(":")[0] != "cpu"
     if limit is not None:
         from moepack.runtime.process_limit import check_policy
 
         check_policy(bundle, parsed)
-    outside += rounding(1, parsed.is_live) if estimated else 0  # as loading on a GPU holds back
-    fixed = Fixed(outside, needs.kv_bytes, needs.activations)
+    fixed = needs.fixed(limit is not None)
+    if estimated:  # as loading on a GPU holds back
+        fixed = replace(fixed, dense=fixed.dense + rounding(1, parsed.is_live))
     host = parse_size(options.host_memory)
     least = least_budget(bundle, parsed, fixed, on_gpu, host)
     decided = decide(bundle, parsed, fixed, budget, on_gpu, host) if least <= budget else None
@@ -192,7 +189,7 @@ def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, o
     if decided is not None:
         table = decided.table
         facts |= {"table": table, "moving": decided.moving, "pinned_bytes": decided.pinned}
-        fixed = Fixed(outside, fixed.kv, fixed.activations + decided.workspace, **decided.parts)
+        fixed = replace(fixed, activations=fixed.activations + decided.workspace, **decided.parts)
         tables = bundle.calibration()
         served = [name for name in decided.names if any(name in row for row in table)]
         layers = tuple(_layer(bundle, p, row, served) for p, row in enumerate(table))

@@ -1,4 +1,4 @@
-"""The version in which each dense matrix of a bundle is served, and its bytes: arithmetic over the manifest."""
+"""The version in which each dense matrix of a bundle is served."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import LOSSLESS, SECTION, Version, align
+from moepack.pack.spec import LOSSLESS, Version
 
 ALLOCATION = "allocation"  # the versions that the manifest names
 
@@ -42,18 +42,3 @@ def choose_dense(text: str | None, bundle: Bundle, policy: str | None = None) ->
         if name not in here:
             raise InputError(f"{bundle.path}: has no dense version {name!r} here: {', '.join(here)}")
     return tuple(here[name] for name in names)
-
-
-def dense_change(bundle: Bundle, versions: Sequence[Version], item: int) -> int:
-    """Bytes that dense matrices take in these versions, minus their bytes with weights of `item` bytes each.
-
-    A plain matrix in a model of another dtype than BF16 is converted, and its extent is not kept.
-    """
-    change = 0
-    if versions:
-        for described, version in zip(bundle.manifest.dense, versions, strict=True):
-            matrix = described.matrix
-            if not version.plain or item == 2:
-                extent = align(version.resident_size((matrix,)), SECTION)
-                change += extent - item * (matrix.weights + matrix.rows * matrix.bias)
-    return change

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copyreg
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,14 +24,10 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import (
     LEAST_DENSE,
     LOSSLESS,
-    MEMORY_PAGE,
     ROUTERS,
-    SECTION,
     ExpertLayer,
     Matrix,
     Version,
-    align,
-    is_dense,
 )
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.devices.migration import HostEvent
@@ -40,6 +36,14 @@ from moepack.runtime.kernels import by_torch
 from moepack.runtime.kernels.forms import compiled as has_kernels
 from moepack.runtime.kernels.forms import make_forms
 from moepack.runtime.kernels.reference import plain_weights, section, sections_of
+from moepack.runtime.planning.matrices import (
+    Ranges,
+    Shapes,
+    extent_sizes,
+    linears_outside,
+    range_bytes,
+    ranges,
+)
 from moepack.runtime.store.files import DENSE, BackingStore
 from moepack.runtime.store.loading import in_order, loading
 
@@ -79,12 +83,6 @@ def most_tokens() -> int:
     return backends.dense_limits(torch.bfloat16, [LOSSLESS])[0]
 
 
-def linears(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
-    """A model's dense matrices by module name, in the model's order, without those inside the modules `experts`."""
-    found = _outside(model, experts)
-    return {name: m for name, m in found.items() if is_dense(name, m.out_features, m.in_features)}
-
-
 def _narrow(model: nn.Module, experts: Sequence[str]) -> dict[str, PackedMatrix]:
     """BF16 maps narrower than dense matrices, such as gates of heads, where they lie.
 
@@ -93,18 +91,13 @@ def _narrow(model: nn.Module, experts: Sequence[str]) -> dict[str, PackedMatrix]
     version = Version.of(LOSSLESS)
     return {
         name: PackedMatrix(Matrix("weight", *m.weight.shape), version, m.weight.detach().view(-1).view(torch.uint8))
-        for name, m in _outside(model, experts).items()
+        for name, m in linears_outside(model, experts).items()
         if NARROWEST <= min(m.weight.shape) < LEAST_DENSE
         and m.bias is None
         and m.weight.dtype == torch.bfloat16
         and m.weight.is_contiguous()
         and {*ROUTERS}.isdisjoint(name.split(".")[-2:])
     }
-
-
-def _outside(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
-    inside = tuple(f"{name}." for name in experts)
-    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and not n.startswith(inside)}
 
 
 def groups(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -333,14 +326,12 @@ def serve(
 
     Raises BundleError when an extent is damaged.
     """
-    served = _load(model, bundle, versions, direct) if versions else {}
+    room = ranges(model, bundle, versions, compiled and plain)
+    served = _load(model, bundle, versions, room, direct) if versions else {}
     if not compiled:
         return
     if plain:
-        own = {d.module for d in bundle.manifest.dense}
-        experts = [layer.module for layer in bundle.layers]
-        rest = linears(model, experts)
-        served |= _move({name: module for name, module in rest.items() if name not in own}) | _narrow(model, experts)
+        served |= _move(model, room.moved) | _narrow(model, [layer.module for layer in bundle.layers])
     most = most_tokens() if plain else 0
     for names in groups([n for n, d in served.items() if has_kernels([d.version])]):
         group = Group([served[n] for n in names])
@@ -354,38 +345,19 @@ def serve(
                 module.__class__ = ServedLinear  # type: ignore[assignment]
 
 
-def _room(shapes: Mapping[str, tuple[Matrix, Version]]) -> dict[str, Tensor]:
-    """Allocate one range of huge pages, and split it into an extent for each name."""
-    sizes = {name: align(v.resident_size((m,)), SECTION) for name, (m, v) in shapes.items()}
-    memory = CpuMemory(sum(sizes.values()))
-    memory.take(0, sum(sizes.values()))
-    parts = memory.tensor[: sum(sizes.values())].split(list(sizes.values()))
-    return dict(zip(sizes, parts, strict=True))
+def _room(shapes: Shapes) -> dict[str, Tensor]:
+    """Allocate a range of huge pages, and split it into an extent for each name."""
+    sizes = extent_sizes(shapes)
+    memory = CpuMemory(range_bytes(shapes))
+    memory.take(0, sum(sizes))
+    return dict(zip(shapes, memory.tensor[: sum(sizes)].split(sizes), strict=True))
 
 
-def padding(found: Mapping[str, nn.Linear]) -> int:
-    """Return the bytes that BF16 matrices take beyond their own once `serve` has moved them into huge pages."""
-    shapes = _shapes(found)
-    whole = sum(align(v.resident_size((m,)), SECTION) for m, v in shapes.values())
-    return align(whole, MEMORY_PAGE) - sum(p.nbytes for name in shapes for p in found[name].parameters())
-
-
-def _shapes(found: Mapping[str, nn.Linear]) -> dict[str, tuple[Matrix, Version]]:
-    """Return the shapes of BF16 matrices, and the version in which they are kept."""
-    version = Version.of(LOSSLESS)
-    return {
-        n: (Matrix("weight", m.out_features, m.in_features, m.bias is not None), version)
-        for n, m in found.items()
-        if m.weight.dtype == torch.bfloat16
-    }
-
-
-def _move(found: Mapping[str, nn.Linear]) -> dict[str, PackedMatrix]:
-    """Move a model's BF16 matrices into huge pages."""
-    shapes = _shapes(found)
+def _move(model: nn.Module, shapes: Shapes) -> dict[str, PackedMatrix]:
+    """Move BF16 matrices of a model into huge pages."""
     out = {}
     for name, extent in _room(shapes).items():
-        module = found[name]
+        module: Any = model.get_submodule(name)
         matrix, version = shapes[name]
         weight, bias = _views(extent, matrix, version)
         module.weight.data = weight.copy_(module.weight)
@@ -402,10 +374,11 @@ def _views(extent: Tensor, matrix: Matrix, version: Version) -> tuple[Tensor, Te
     return weight, section(extent, sections["bias"]) if matrix.bias else None
 
 
-def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version], direct: bool) -> dict[str, PackedMatrix]:
+def _load(
+    model: nn.Module, bundle: Bundle, versions: Sequence[Version], room: Ranges, direct: bool
+) -> dict[str, PackedMatrix]:
     """Read every dense matrix of a bundle into memory, and into its module."""
     described = bundle.manifest.dense
-    shapes = {d.module: (d.matrix, v) for d, v in zip(described, versions, strict=True)}
     store = BackingStore(bundle, direct=direct)
     out = {}
     count = loading()
@@ -414,8 +387,7 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version], direct:
     dtype = model.dtype if isinstance(model.dtype, torch.dtype) else torch.bfloat16
     try:
         count.expect(sum(store.stored(v.name, DENSE, i).size for i, v in enumerate(versions)))
-        rooms = _room({n: s for n, s in shapes.items() if s[1].plain})
-        rooms |= _room({n: s for n, s in shapes.items() if not s[1].plain})
+        rooms = _room(room.plain) | _room(room.packed)
 
         def start(item: tuple[int, str]) -> HostEvent:
             (i, name), version = item, versions[item[0]]
@@ -423,12 +395,12 @@ def _load(model: nn.Module, bundle: Bundle, versions: Sequence[Version], direct:
             return host.fetch(partial(store.stored, version.name, DENSE, i), rooms[name], layer, version)
 
         with store.reading_ahead(coded):
-            for (i, name), fetch in in_order(enumerate(shapes), start):
+            for (i, name), fetch in in_order(enumerate(d.module for d in described), start):
                 if fetch is not None and fetch.error is not None:
                     raise fetch.error
                 count.add(store.stored(versions[i].name, DENSE, i).size)
                 extent = rooms.pop(name)
-                matrix, version = shapes[name]
+                matrix, version = described[i].matrix, versions[i]
                 module = model.get_submodule(name)
                 device = _device(model, name)
                 if isinstance(module, PackedLinear):

@@ -14,10 +14,9 @@ from moepack.pack.spec import LOSSLESS, Version
 
 from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unknown_form, unpack_at
 from .by_torch import multiply, of_matrix, of_packed
-from .forms import Form, kernel_of
+from .forms import UNPACKED, Form, kernel_of, whole_blocks
 from .kv_rows import PLAIN, ROTATED, CodedRows, rotated
 
-UNPACKED = 16  # rows of a packed matrix that are unpacked together
 PLAIN_FORM = Form(LOSSLESS, Version.of(LOSSLESS).kernel, 0, 0, 0, 0, 0, 0, -1)  # of a plain BF16 tensor [rows, cols]
 
 
@@ -345,7 +344,7 @@ class HeadMatrices:
         packed = of.form.bits != PLAIN_FORM.bits
         if of.rows != heads * each or of.bias is not None or of.form.bias >= 0:
             raise ValueError(f"{heads} heads of {each} rows without a bias are not a matrix of {of.rows} rows")
-        if packed and (first % UNPACKED or second % UNPACKED):
+        if packed and not whole_blocks(first, second):
             raise ValueError(f"heads of {first} and {second} rows: packed ones are unpacked {UNPACKED} at a time")
         self.of = of
         self.heads = heads

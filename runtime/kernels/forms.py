@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SLICE = 32 << 20  # bytes of a dense matrix's weights that are made at a time, in BF16, for products of many tokens
+UNPACKED = 16  # rows of a packed matrix that are unpacked together
 ZEROS = {"midpoint": 0, "stored": 1, "symmetric": 2}  # the zero points of codes, as kernels know them
 SMALL = 32  # is added to an encoding's number where scales have a byte
 VERSION_BITS = 6  # low bits of a handle: 0 in the address, because extents begin on a multiple of 64
@@ -59,6 +60,11 @@ KERNELS = {
     2: Kernel(128, 24, 2),
     1: Kernel(128, 24, 4),
 }
+
+
+def whole_blocks(*rows: int) -> bool:
+    """Whether the kernels read each of several parts of a packed matrix apart, of so many rows."""
+    return not any(n % UNPACKED for n in rows)
 
 
 def kernel_of(name: str) -> Kernel:

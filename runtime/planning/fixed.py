@@ -92,11 +92,16 @@ class MeasuredNeeds:
     # The part of `activations` that kernels keep between passes or use to unpack and convert weights; not in `passes`
     kept: int = 0
     embedding: int = 0  # bytes of an input embedding that stays in its file under a memory limit (dense/file_rows.py)
+    dense: int = 0  # bytes of the dense tensors as they are served, the embedding included
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of the requested cache."""
         return self.kv.bytes(self.workload.kv_tokens, self.workload.batch)
+
+    def fixed(self, limited: bool) -> Fixed:
+        """Return M_fixed without what policies and GPUs add; `limited`: whether there is a memory limit."""
+        return Fixed(self.dense - self.embedding * limited, self.kv_bytes, self.activations)
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
         """Return the bytes that a pass allocates, without weights and caches; at most `activations` in the workload."""
@@ -113,9 +118,7 @@ class ModelSizes:
     """What a plan takes from a model's configuration and its skeleton."""
 
     needs: MeasuredNeeds
-    dense: int  # bytes of the dense tensors
-    looked_up: int  # of these, bytes that a token does not read (token_cost.py)
-    itemsize: int  # bytes of a number of the model's dtype
+    looked_up: int  # of the dense tensors, bytes that a token does not read (token_cost.py)
     top_k: int  # experts to which a layer sends a token
 
 

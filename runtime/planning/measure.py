@@ -13,11 +13,14 @@ from torch import nn
 from moepack.families.model_class import top_k
 from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import ExpertLayer
+from moepack.pack.safetensors_file import DTYPES
+from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.experts import backends
-from moepack.runtime.kernels.forms import slice_bytes
+from moepack.runtime.kernels.forms import compiled, slice_bytes, whole_blocks
+from moepack.runtime.kv.latents import MAP
 
 from .fixed import Activations, MeasuredNeeds
+from .matrices import ranges, served_bytes
 from .options import Workload
 
 if TYPE_CHECKING:
@@ -27,16 +30,6 @@ log = logging.getLogger("moepack.runtime")
 FAR = 4096  # the longest context measured has at least this many tokens: activations grow with the cache
 LOOPED = 2048  # the longest context measured for models whose number of operations (0.1 ms each) grows with the context
 KEPT = 8  # measurements kept in the process: one model is often planned and loaded several times
-
-
-def dense_bytes(model: PreTrainedModel, layers: Sequence[ExpertLayer] = ()) -> int:
-    """Return the bytes of a model's parameters and buffers outside the experts of `layers`; tied ones count once."""
-    from .skeleton import EXPERT_PARAMETERS
-
-    modules = [model.get_submodule(layer.module) for layer in layers]
-    skipped = {id(m._parameters[n]) for m in modules for n in EXPERT_PARAMETERS if m._parameters.get(n) is not None}
-    held = [t for t in (*model.parameters(), *model.buffers()) if id(t) not in skipped]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held}.values())
 
 
 def lone_embedding(model: PreTrainedModel) -> tuple[str, nn.Embedding] | None:
@@ -60,27 +53,27 @@ def measure(
     dtype: torch.dtype,
     device: torch.device,
     workload: Workload,
+    dense: Sequence[Version] = (),
     own_attention: bool = False,
-) -> tuple[MeasuredNeeds, int]:
+) -> MeasuredNeeds:
     """Measure the memory of a workload on a model's skeleton, in about ten forward passes without arithmetic.
 
     Args:
-        own_attention: whether attention is the family's own code, because kernels do not serve some layer.
-
-    Returns:
-        What the workload needs, and the bytes of the skeleton's dense tensors.
+        dense: the versions of the bundle's dense matrices.
+        own_attention: whether attention is the family's own code even where kernels could serve every layer.
 
     Raises:
         InputError: for a model whose forward pass does not run on a skeleton, and for a cache that cannot be coded.
     """
-    layers = tuple(bundle.layers)
+    files = tuple(file.sha256 for file in bundle.manifest.files.values())
     model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
     kernels = backends.library() is not None, backends.serves_dense(), own_attention
-    key = (*model, dtype, device.type, layers, torch.get_num_threads(), workload, bool(bundle.manifest.dense), kernels)
+    layers = tuple(bundle.layers)
+    key = (*model, files, layers, dtype, device.type, torch.get_num_threads(), workload, tuple(dense), kernels)
     found = _known.get(key)
     if found is None:
         try:
-            found = _measure(config, dtype, device, layers, workload, bool(bundle.manifest.dense), own_attention)
+            found = _measure(bundle, config, dtype, device, workload, dense, own_attention)
         except InputError:  # its caches cannot be coded
             raise
         except Exception as error:  # a family whose code reads values, which a skeleton does not have
@@ -94,7 +87,7 @@ def measure(
     return found
 
 
-_known: dict[Hashable, tuple[MeasuredNeeds, int]] = {}
+_known: dict[Hashable, MeasuredNeeds] = {}
 
 
 def plain_config(config: PreTrainedConfig) -> dict[str, object]:
@@ -103,21 +96,28 @@ def plain_config(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def _measure(
+    bundle: Bundle,
     config: PreTrainedConfig,
     dtype: torch.dtype,
     device: torch.device,
-    layers: Sequence[ExpertLayer],
     workload: Workload,
-    packed: bool,
-    own_attention: bool = False,
-) -> tuple[MeasuredNeeds, int]:
-    from .skeleton import SHORT, Probe, skeleton  # which imports transformers' models
+    dense: Sequence[Version],
+    own_attention: bool,
+) -> MeasuredNeeds:
+    from .skeleton import SHORT, Probe, latent_layers, skeleton  # which imports transformers' models
 
     model, mode = skeleton(config, dtype)
+    layers = bundle.layers
+    packed = ranges(model, bundle, dense, moves=False).packed
+    own_attention |= any(
+        not whole_blocks(module.qk_nope_head_dim, module.v_head_dim) or not compiled([packed[at][1]])
+        for name, module in latent_layers(model)
+        if (at := f"{name}.{MAP}") in packed
+    )
     probe = Probe(model, layers, device, mode, workload.kv, own_attention)
     shape = probe.kv_shape(workload.prefill_tokens)
-    dense = dense_bytes(model, layers)
-    lone = lone_embedding(model)
+    size = served_bytes(model, bundle, dense, device)
+    table = _in_file(model, bundle)
     maps = dense_shapes(model)
     cached = bool(shape.parts)
     probe.shorten()
@@ -150,10 +150,20 @@ def _measure(
             widths = [m.cols for x in layers for m in x.matrices]
             widths += [cols for shapes in maps for _, cols in shapes]
             kept += backends.unpacked_bytes(tokens * batch, max(widths))
-        elif packed:  # dense matrices may be: whichever are
+        elif bundle.manifest.dense:  # dense matrices may be: whichever are
             kept = max((slice_bytes(*shape, tokens * batch) for shapes in maps for shape in shapes), default=0)
-    table = 0 if lone is None else lone[1].weight.nbytes
-    return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table), dense
+    return MeasuredNeeds(workload, shape, activations + kept, passes, kept, table, size)
+
+
+def _in_file(model: PreTrainedModel, bundle: Bundle) -> int:
+    """Return the bytes of an embedding that stays in its file: none where transformers converts it to another dtype."""
+    lone = lone_embedding(model)
+    if lone is None:
+        return 0
+    name = f"{lone[0]}.weight"
+    stored = bundle.dense(check_digests=False)
+    own = str(lone[1].weight.dtype).removeprefix("torch.")
+    return lone[1].weight.nbytes if name not in stored or DTYPES[stored.dtype(name)][1] == own else 0
 
 
 def dense_shapes(model: PreTrainedModel) -> list[list[tuple[int, int]]]:

@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -20,6 +20,7 @@ from typing import Any
 from moepack.pack.manifest import CONFIG
 from moepack.pack.processors import processors
 from moepack.pack.reader import Bundle
+from moepack.pack.spec import Version
 from moepack.pack.trials import processor
 from moepack.pack.user_files import remembered
 
@@ -31,19 +32,22 @@ DAY = 86_400.0  # seconds for which a rate is kept: another program may have slo
 VARIABLES = ("MOEPACK_", "ATEN_", "ONEDNN_", "OMP_", "MKL_")  # settings on which torch's threads and kernels depend
 
 
-def model_sizes(bundle: Bundle, device: str, workload: Workload) -> ModelSizes:
+def model_sizes(bundle: Bundle, device: str, workload: Workload, dense: Sequence[Version]) -> ModelSizes:
     """Return what a plan on `device` takes from the bundle's model, from the cache if the same was measured before.
+
+    `dense` are the versions of its dense matrices.
 
     A model with code of its own (`auto_map`) is always measured: its code may change under the same name.
 
     Raises:
         InputError: for a configuration that transformers rejects, and as `measure.measure`.
     """
-    make = partial(_measure, bundle, device, workload)
+    make = partial(_measure, bundle, device, workload, dense)
     if b"auto_map" in (bundle.path / CONFIG).read_bytes():
         return make()
     manifest = bundle.manifest
-    described = manifest.files[CONFIG].sha256, dict(manifest.model), bundle.layers, bool(manifest.dense)
+    files = {name: file.sha256 for name, file in manifest.files.items()}
+    described = files, dict(manifest.model), bundle.layers, manifest.dense, dense
     key = described, device.partition(":")[0], asdict(workload), threads(), _here()
     return remembered("plans", key, partial(_read, workload), make)
 
@@ -84,7 +88,7 @@ def _sources() -> list[tuple[str, int, int]]:
     return [(name, s.st_size, s.st_mtime_ns) for name, s in found]
 
 
-def _measure(bundle: Bundle, device: str, workload: Workload) -> ModelSizes:
+def _measure(bundle: Bundle, device: str, workload: Workload, dense: Sequence[Version]) -> ModelSizes:
     import torch
 
     from moepack.families.model_class import top_k
@@ -95,8 +99,8 @@ def _measure(bundle: Bundle, device: str, workload: Workload) -> ModelSizes:
 
     config = read_config(bundle.path, bundle.manifest)
     dtype = config.dtype or torch.float32
-    needs, dense = measure(bundle, config, dtype, torch.device(device), workload)
-    return ModelSizes(needs, dense, looked_up(config), dtype.itemsize, top_k(config))
+    needs = measure(bundle, config, dtype, torch.device(device), workload, dense)
+    return ModelSizes(needs, looked_up(config), top_k(config))
 
 
 def _read(workload: Workload, kept: Any) -> ModelSizes:
@@ -106,11 +110,9 @@ def _read(workload: Workload, kept: Any) -> ModelSizes:
     parts = tuple((_size(a), _size(b), None if c is None else _size(c)) for a, b, c in needs["kv"]["parts"])
     passes, lengths = ((_size(a), _size(b)) for a, b in (shape["passes"], shape["lengths"]))
     a, b, c, d = (float(_size(x, float)) for x in shape["corners"])
-    activations, more, table = (_size(needs[name]) for name in ("activations", "kept", "embedding"))
-    found = MeasuredNeeds(
-        workload, KvShape(parts), activations, Activations(passes, lengths, (a, b, c, d)), more, table
-    )
-    return ModelSizes(found, *(_size(kept[name]) for name in ("dense", "looked_up", "itemsize", "top_k")))
+    activations, *others = (_size(needs[name]) for name in ("activations", "kept", "embedding", "dense"))
+    found = MeasuredNeeds(workload, KvShape(parts), activations, Activations(passes, lengths, (a, b, c, d)), *others)
+    return ModelSizes(found, *(_size(kept[name]) for name in ("looked_up", "top_k")))
 
 
 def _rate(value: Any) -> float | None:

@@ -41,14 +41,6 @@ if TYPE_CHECKING:
     from transformers.cache_utils import Cache
 
 IMPLEMENTATION = "moepack-probe"
-EXPERT_PARAMETERS = (
-    "gate_up_proj",
-    "up_proj",
-    "down_proj",
-    "gate_up_proj_bias",
-    "up_proj_bias",
-    "down_proj_bias",
-)
 SHORT = 8  # tokens; a cache's bytes a token are measured between this length and twice this length
 
 
@@ -189,7 +181,7 @@ class Probe:
 
     def _as_served(self) -> None:
         """Let attention take what the kernels' does, and not what the family's own code does."""
-        for module in latent_layers(self.model):
+        for _, module in latent_layers(self.model):
             if module._modules[MAP].weight.dtype in FLOATS:  # else its own code runs
                 module.expand_kv = functools.partial(_unexpanded, module)
         for module in self.model.modules():
@@ -310,11 +302,11 @@ def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
     return tuple(found)
 
 
-def latent_layers(model: torch.nn.Module) -> Iterator[Any]:
+def latent_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the attention modules of a model that make keys and values from latents and attend by "sdpa"."""
-    for module in model.modules():
+    for name, module in model.named_modules():
         if hasattr(type(module), "expand_kv") and MAP in module._modules and _attends_by_sdpa(module):
-            yield module
+            yield name, module
 
 
 def _attends_by_sdpa(module: Any) -> bool:

@@ -44,7 +44,7 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None) and not Path(torch.__spec__.c
 
 from moepack.runtime.experts import backends
 from moepack.runtime.patches import UNUSED
-from moepack.runtime.planning import measure
+from moepack.runtime.planning import fixed, measure
 
 try:
     from moepack.runtime.kernels.affine_native import BEST
@@ -130,11 +130,11 @@ def measured_once(made_once):
     real = measure._measure
 
     def once(*asked):
-        config, *rest = asked
-        described = measure.plain_config(config), config._attn_implementation, type(config).__name__, *rest
+        of, config, *rest = asked
+        model = measure.plain_config(config), config._attn_implementation, type(config).__name__, fixed.described(of)
         variables = sorted((name, value) for name, value in os.environ.items() if name.startswith("MOEPACK_"))
         compiled = backends.library() is not None  # some tests take it away
-        key = hashlib.sha256(repr((*described, torch.get_num_threads(), variables, compiled)).encode()).hexdigest()
+        key = hashlib.sha256(repr((model, rest, torch.get_num_threads(), variables, compiled)).encode()).hexdigest()
         file = made_once(f"measured-{key}", lambda path: path.write_bytes(pickle.dumps(real(*asked))))
         return pickle.loads(file.read_bytes())
 

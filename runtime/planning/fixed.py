@@ -7,8 +7,11 @@ reserves these bytes and `moepack plan` predicts them; measure.py measures them.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 
+from moepack.pack.manifest import DENSE
+from moepack.pack.reader import Bundle
 from moepack.pack.spec import align
 
 from .options import Workload
@@ -120,6 +123,13 @@ class ModelSizes:
     needs: MeasuredNeeds
     looked_up: int  # of the dense tensors, bytes that a token does not read (token_cost.py)
     top_k: int  # experts to which a layer sends a token
+
+
+def described(bundle: Bundle) -> tuple[Hashable, ...]:
+    """Return all of a bundle, beside its config and versions, on which what is measured of its model depends."""
+    files = bundle.manifest.files.items()  # those of dense tensors, of which there may be several
+    tensors = tuple(file.sha256 for name, file in files if name.startswith(DENSE.partition(".")[0]))
+    return tensors, tuple(bundle.layers), bundle.manifest.dense
 
 
 def page_entries(size: int) -> int:

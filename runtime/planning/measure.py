@@ -17,9 +17,8 @@ from moepack.pack.safetensors_file import DTYPES
 from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels.forms import compiled, slice_bytes, whole_blocks
-from moepack.runtime.kv.latents import MAP
 
-from .fixed import Activations, MeasuredNeeds
+from .fixed import Activations, MeasuredNeeds, described
 from .matrices import ranges, served_bytes
 from .options import Workload
 
@@ -65,11 +64,9 @@ def measure(
     Raises:
         InputError: for a model whose forward pass does not run on a skeleton, and for a cache that cannot be coded.
     """
-    files = tuple(file.sha256 for file in bundle.manifest.files.values())
     model = json.dumps(plain_config(config), sort_keys=True, default=str), getattr(config, "_attn_implementation", None)
     kernels = backends.library() is not None, backends.serves_dense(), own_attention
-    layers = tuple(bundle.layers)
-    key = (*model, files, layers, dtype, device.type, torch.get_num_threads(), workload, tuple(dense), kernels)
+    key = (*model, described(bundle), dtype, device.type, torch.get_num_threads(), workload, tuple(dense), kernels)
     found = _known.get(key)
     if found is None:
         try:
@@ -110,9 +107,9 @@ def _measure(
     layers = bundle.layers
     packed = ranges(model, bundle, dense, moves=False).packed
     own_attention |= any(
-        not whole_blocks(module.qk_nope_head_dim, module.v_head_dim) or not compiled([packed[at][1]])
+        not whole_blocks(module.qk_nope_head_dim, module.v_head_dim) or not compiled([packed[name][1]])
         for name, module in latent_layers(model)
-        if (at := f"{name}.{MAP}") in packed
+        if name in packed
     )
     probe = Probe(model, layers, device, mode, workload.kv, own_attention)
     shape = probe.kv_shape(workload.prefill_tokens)

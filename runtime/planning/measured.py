@@ -24,7 +24,7 @@ from moepack.pack.spec import Version
 from moepack.pack.trials import processor
 from moepack.pack.user_files import remembered
 
-from .fixed import Activations, KvShape, MeasuredNeeds, ModelSizes
+from .fixed import Activations, KvShape, MeasuredNeeds, ModelSizes, described
 from .options import Workload
 
 MOST = 1 << 50  # the largest valid number
@@ -35,9 +35,8 @@ VARIABLES = ("MOEPACK_", "ATEN_", "ONEDNN_", "OMP_", "MKL_")  # settings on whic
 def model_sizes(bundle: Bundle, device: str, workload: Workload, dense: Sequence[Version]) -> ModelSizes:
     """Return what a plan on `device` takes from the bundle's model, from the cache if the same was measured before.
 
-    `dense` are the versions of its dense matrices.
-
-    A model with code of its own (`auto_map`) is always measured: its code may change under the same name.
+    `dense` are the versions of its dense matrices. A model with code of its own (`auto_map`) is always measured: its
+    code may change under the same name.
 
     Raises:
         InputError: for a configuration that transformers rejects, and as `measure.measure`.
@@ -46,9 +45,8 @@ def model_sizes(bundle: Bundle, device: str, workload: Workload, dense: Sequence
     if b"auto_map" in (bundle.path / CONFIG).read_bytes():
         return make()
     manifest = bundle.manifest
-    files = {name: file.sha256 for name, file in manifest.files.items()}
-    described = files, dict(manifest.model), bundle.layers, manifest.dense, dense
-    key = described, device.partition(":")[0], asdict(workload), threads(), _here()
+    model = manifest.files[CONFIG].sha256, dict(manifest.model), described(bundle), dense
+    key = model, device.partition(":")[0], asdict(workload), threads(), _here()
     return remembered("plans", key, partial(_read, workload), make)
 
 

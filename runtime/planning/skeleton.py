@@ -303,10 +303,10 @@ def _kind(layer: torch.nn.Module) -> tuple[object, ...]:
 
 
 def latent_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attention modules of a model that make keys and values from latents and attend by "sdpa"."""
+    """Yield attention modules that make keys and values from latents and attend by "sdpa", and their maps' names."""
     for name, module in model.named_modules():
         if hasattr(type(module), "expand_kv") and MAP in module._modules and _attends_by_sdpa(module):
-            yield name, module
+            yield f"{name}.{MAP}", module
 
 
 def _attends_by_sdpa(module: Any) -> bool:

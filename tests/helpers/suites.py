@@ -51,7 +51,7 @@ FULL: dict[str, str] = {
     "moepack/test_hub.py::test_eval_and_generate": "processes; test_load_by_hub_id",
     "moepack/pipeline/test_outline.py::test_bytes_of_released": "a model of 43 layers; test_shapes_agree",
     "moepack/reports/test_plan.py::test_the_command_plans_for_generate": "loads by the plan; test_the_command",
-    "moepack/reports/test_plan.py::test_mla": "a plan of another family; planning/test_fixed",
+    "moepack/reports/test_plan.py::test_loading_takes": "a plan of another family; planning/test_fixed",
     "moepack/test_generation.py::test_the_commands": "processes; the other tests call what they call",
     "benchmarks/test_gpu_day.py::test_a_paged_model": "benchmarks' stages; runtime/residency/test_pinned",
     "benchmarks/test_gpu_day.py::test_promotions": "benchmarks' stages; runtime/residency/test_on_gpu",

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import tiny_models
-from support import build_from, cli, for_logits, load_for_logits, ok
+from support import cli, for_logits, load_for_logits, ok
 
 import moepack
 from moepack.generation import NEW_TOKENS, PROMPT, generate
@@ -148,11 +148,31 @@ def test_a_gpu_need_not_be_here(bundle):
     assert live.fixed.dense - static.fixed.dense == rounding(1, True) - rounding(1, False) == 20 << 20
 
 
-def test_mla_and_weights_kept_in_float32(tmp_path, demo_model, text):
-    """DeepSeek-V3 keeps its router's correction in float32 whatever the model's dtype."""
-    tiny_models.save_tiny("deepseek_v3", tmp_path / "model", demo_model)
+ODD = {"hidden_size": 96, "intermediate_size": 104}  # of which matrices fill no whole pages
+HEADS = {"kv_lora_rank": 64, "qk_nope_head_dim": 24, "v_head_dim": 24}  # of which no packed head is whole blocks
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "dense"),
+    [
+        ("gpt_oss", ODD, ()),
+        ("qwen3_moe", ODD | {"tie_word_embeddings": True}, ("bf16", "w8")),
+        ("deepseek_v3", ODD | HEADS, ("bf16", "w8")),  # which keeps its router's correction in float32
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_loading_takes_the_least_of_a_plan(family, sizes, dense, tmp_path, demo_model, text):
+    """And not a byte less, however dense matrices are served."""
     recipe = "versions: [bf16, w2]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\n"
-    build_from(recipe, tmp_path / "model", tmp_path / "bundle", [text])
-    planned = plan(tmp_path / "bundle", for_logits(device_memory=20_000_000, policy="static:w2", kv_tokens=77))
-    model = load_for_logits(tmp_path / "bundle", policy="static:w2", device_memory=20_000_000, kv_tokens=77)
-    assert planned.fixed == model.moepack.fixed and planned.used_bytes == model.moepack.resident_bytes()
+    recipe += f"dense: [{', '.join(dense)}]\n" if dense else ""
+    bundle = tiny_models.build_tiny(family, tmp_path, recipe, demo_model, text, **sizes)
+    for version in dense or (None,):
+        work = {"policy": "static:w2", "kv_tokens": 577, "dense": version}
+        least = enough(bundle, 0, **work)
+        planned = plan(bundle, for_logits(device_memory=least, **work))
+        model = load_for_logits(bundle, device_memory=least, **work)
+        assert planned.fixed == model.moepack.fixed
+        assert planned.used_bytes == model.moepack.resident_bytes() == least
+        model.moepack.close()
+        with pytest.raises(TooSmallError, match=f" {least} bytes"):
+            load_for_logits(bundle, device_memory=least - 1, **work)

@@ -14,12 +14,10 @@ from transformers import AutoConfig
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
 from moepack.reports.plan import plan
-from moepack.runtime import process_limit
 from moepack.runtime.dense import mapped
 from moepack.runtime.dense.file_rows import FileRows
 from moepack.runtime.planning.measure import lone_embedding, measure
 from moepack.runtime.planning.options import Workload
-from moepack.runtime.planning.skeleton import skeleton
 
 RECIPE = "versions: [w4]\nquantize: {method: rtn, group_size: 32, loss_tokens: 32}\n"
 IDS = torch.tensor([[5, 9, 5, 300, 0, 17]])
@@ -78,8 +76,7 @@ def test_a_converted_embedding_is_in_memory(bundle):
     bundle = open_bundle(bundle)
     config, workload, sizes = AutoConfig.from_pretrained(bundle.path), Workload(), []
     for dtype in (torch.bfloat16, torch.float32):
-        needs, _ = measure(bundle, config, dtype, torch.device("cpu"), workload)
-        sizes.append(process_limit._in_file(needs, skeleton(config, dtype)[0], bundle))
+        sizes.append(measure(bundle, config, dtype, torch.device("cpu"), workload).embedding)
     assert sizes == [4096 * 64 * 2, 0]
     model = load_for_logits(bundle.path, policy="static:w4", memory="4GB", dtype="float32")
     assert type(model.get_input_embeddings()) is nn.Embedding

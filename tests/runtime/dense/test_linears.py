@@ -11,10 +11,11 @@ from torch import nn
 
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.dense import linears as module_under_test
-from moepack.runtime.dense.linears import Group, PackedMatrix, ServedLinear, groups, linears
+from moepack.runtime.dense.linears import Group, PackedMatrix, ServedLinear, groups
 from moepack.runtime.dense.packed import PackedLinear
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels import affine_native, by_torch
+from moepack.runtime.planning.matrices import linears
 from moepack.runtime.planning.skeleton import LiveBytes
 
 F = nn.functional

@@ -61,7 +61,7 @@ def verify(
         fail(f"{bundle}: {len(problems)} problem{'s' * (len(problems) > 1)}")
 
 
-_PLANNED = ("policy", "device_memory", "memory", "dense", "max_tpot", "profile", "kv")
+_PLANNED = ("policy", "device_memory", "memory", "dense", "max_tpot", "profile", "kv", "dtype")
 _ANYWHERE = typer.Option("--device", help="cpu, cuda ...; not necessarily on this machine.")
 
 

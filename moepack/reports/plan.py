@@ -152,7 +152,7 @@ def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, o
     from .speed import speed, token_bytes, while_moving
 
     workload = options.workload
-    model = model_sizes(bundle, options.device, workload, choose_dense(options.dense, bundle, options.policy))
+    model = model_sizes(bundle, options, choose_dense(options.dense, bundle, options.policy))
     needs = model.needs
     budget = options.budget if limit is None else limit.budget
     assert budget is not None
@@ -280,15 +280,13 @@ def _check_device(device: str) -> bool:
 
 def _limit(bundle: Bundle, options: LoadOptions) -> ProcessLimit:
     """Divide a memory limit as a process does that loads the model: with the same libraries, and a skeleton made."""
-    import torch
-
     import moepack.runtime.plugin  # noqa: F401
-    from moepack.runtime.planning.config import read_config
+    from moepack.runtime.planning.measured import served_config
     from moepack.runtime.planning.skeleton import skeleton
     from moepack.runtime.process_limit import limit_of, measured
 
-    config = read_config(bundle.path, bundle.manifest)
-    skeleton(config, config.dtype or torch.float32)
+    config = served_config(bundle, options)
+    skeleton(config, config.dtype)
     return limit_of(options, measured())
 
 

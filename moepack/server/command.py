@@ -226,8 +226,11 @@ def opened(asked: Serve, options: Options, report: Callable[[int, int], None] | 
     keeping = contextlib.nullcontext() if profile is None else kept(profile, model.moepack.bundle, model.moepack)
     with model.moepack, keeping:
         server = Server(model, tokenizer, options)
-        if (most := server.engine.most_tokens(LEAST)) < LEAST:
-            raise InputError(f"the budget holds {most} tokens of a sequence: give --kv-tokens, or a larger one")
+        if lacking := server.engine.lacks(LEAST):
+            raise InputError(
+                f"{asked.bundle}: beside the experts the budget does not hold a sequence of {LEAST} tokens: it lacks "
+                f"{lacking} bytes"
+            )
         yield server
 
 

@@ -45,7 +45,7 @@ def decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, on_gpu: bo
     if not policy.is_live:
         versions, experts = unchanging(bundle, policy, fixed, budget)
         return Decided(versions, tuple(v.name for v in bundle.versions), {}, 0, experts, experts)
-    made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu, host)
+    made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu, host, fixed.ahead)
     chosen, wanted = made.policy(policy)
     table = tuple(
         tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)

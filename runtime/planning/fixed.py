@@ -19,6 +19,7 @@ from .options import Workload
 # bytes, of torch's allocator (c10/core/AllocatorConfig.h)
 ROUNDED = 2 << 20
 STAGED = 20 << 20
+AHEAD = 4096  # tokens of a cache for which experts should be able to make room
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Fixed:
     staging: int = 0  # buffers through which lossless extents are decoded, and prompts' pinned experts are read
     window: int = 0  # the slots in which a GPU decodes experts in place while their layer runs
     entries: int = 0  # a GPU's page entries for pinned host memory (`page_entries`)
+    ahead: int = 0  # not in the sum: bytes of caches for which experts should be able to make room (`make_plan`)
 
     @property
     def total(self) -> int:
@@ -38,7 +40,9 @@ class Fixed:
         return self.dense + self.kv + self.activations + self.staging + self.window + self.entries
 
     def __str__(self) -> str:
-        parts = [f"{n} {size}" for n, size in asdict(self).items() if size or n not in ("window", "entries")]
+        sizes = asdict(self)
+        del sizes["ahead"]
+        parts = [f"{n} {size}" for n, size in sizes.items() if size or n not in ("window", "entries")]
         return f"{self.total} bytes outside the experts: {', '.join(parts)}"
 
 
@@ -104,7 +108,12 @@ class MeasuredNeeds:
 
     def fixed(self, limited: bool) -> Fixed:
         """Return M_fixed without what policies and GPUs add; `limited`: whether there is a memory limit."""
-        return Fixed(self.dense - self.embedding * limited, self.kv_bytes, self.activations)
+        return Fixed(self.dense - self.embedding * limited, self.kv_bytes, self.activations, ahead=self.ahead)
+
+    @property
+    def ahead(self) -> int:
+        """Bytes of caches for which experts should be able to make room, where no tokens are reserved."""
+        return 0 if self.workload.kv_tokens else self.kv.bytes(AHEAD, self.workload.batch)
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
         """Return the bytes that a pass allocates, without weights and caches; at most `activations` in the workload."""

@@ -25,15 +25,15 @@ from moepack.pack.trials import processor
 from moepack.pack.user_files import remembered
 
 from .fixed import Activations, KvShape, MeasuredNeeds, ModelSizes, described
-from .options import Workload
+from .options import LoadOptions, Workload
 
 MOST = 1 << 50  # the largest valid number
 DAY = 86_400.0  # seconds for which a rate is kept: another program may have slowed the machine
 VARIABLES = ("MOEPACK_", "ATEN_", "ONEDNN_", "OMP_", "MKL_")  # settings on which torch's threads and kernels depend
 
 
-def model_sizes(bundle: Bundle, device: str, workload: Workload, dense: Sequence[Version]) -> ModelSizes:
-    """Return what a plan on `device` takes from the bundle's model, from the cache if the same was measured before.
+def model_sizes(bundle: Bundle, options: LoadOptions, dense: Sequence[Version]) -> ModelSizes:
+    """Return what a plan takes from the bundle's model, from the cache if the same was measured before.
 
     `dense` are the versions of its dense matrices. A model with code of its own (`auto_map`) is always measured: its
     code may change under the same name.
@@ -41,12 +41,14 @@ def model_sizes(bundle: Bundle, device: str, workload: Workload, dense: Sequence
     Raises:
         InputError: for a configuration that transformers rejects, and as `measure.measure`.
     """
-    make = partial(_measure, bundle, device, workload, dense)
+    workload = options.workload
+    make = partial(_measure, bundle, options, dense)
     if b"auto_map" in (bundle.path / CONFIG).read_bytes():
         return make()
     manifest = bundle.manifest
     model = manifest.files[CONFIG].sha256, dict(manifest.model), described(bundle), dense
-    key = model, device.partition(":")[0], asdict(workload), threads(), _here()
+    device = options.device.partition(":")[0]
+    key = model, device, str(options.dtype), asdict(workload), threads(), _here()
     return remembered("plans", key, partial(_read, workload), make)
 
 
@@ -86,19 +88,29 @@ def _sources() -> list[tuple[str, int, int]]:
     return [(name, s.st_size, s.st_mtime_ns) for name, s in found]
 
 
-def _measure(bundle: Bundle, device: str, workload: Workload, dense: Sequence[Version]) -> ModelSizes:
+def _measure(bundle: Bundle, options: LoadOptions, dense: Sequence[Version]) -> ModelSizes:
     import torch
 
     from moepack.families.model_class import top_k
 
-    from .config import read_config
     from .measure import measure
     from .token_cost import looked_up
 
-    config = read_config(bundle.path, bundle.manifest)
-    dtype = config.dtype or torch.float32
-    needs = measure(bundle, config, dtype, torch.device(device), workload, dense)
+    config = served_config(bundle, options)
+    needs = measure(bundle, config, config.dtype, torch.device(options.device), options.workload, dense)
     return ModelSizes(needs, looked_up(config), top_k(config))
+
+
+def served_config(bundle: Bundle, options: LoadOptions) -> Any:
+    """Return the configuration of the model that is served, whose `dtype` is that of its dense tensors."""
+    import torch
+
+    from .config import read_config
+
+    config: Any = read_config(bundle.path, bundle.manifest)
+    asked = options.torch_dtype
+    config.dtype = (config.dtype or torch.float32) if asked == "auto" else asked
+    return config
 
 
 def _read(workload: Workload, kept: Any) -> ModelSizes:

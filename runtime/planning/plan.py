@@ -36,6 +36,7 @@ from .fixed import Fixed, page_entries
 from .paging import block_on_gpu, coded_version, decoded_in_place, in_place_size, measure_rates, segment
 
 STAGE = 256 << 20  # bytes for experts that a prompt brings at a time: w4 of 100 experts of Qwen3-30B-A3B
+ROOM = 8
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
 
 
@@ -215,11 +216,13 @@ def make_plan(
     budget: int,
     on_gpu: bool = False,
     host_memory: int | None = None,
+    ahead: int = 0,
 ) -> Plan:
     """Choose the ladder with the least expected loss that fits `budget`, the bytes for everything.
 
     `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. Of a GPU
-    pinned host memory, at most `host_memory` bytes, takes some.
+    pinned host memory, at most `host_memory` bytes, takes some. At their least the experts leave `ahead` bytes, or at
+    least a ROOM-th of the budget, for caches that will grow; or, if no ladder does, as much as one of them can.
 
     Raises:
         InputError: when versions are missing.
@@ -242,7 +245,8 @@ def make_plan(
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
             needed,
         )
-    chosen = min(fitting, key=Plan.expected_loss)
+    roomy = [plan for needed, plan in plans if needed + min(ahead, budget // ROOM) <= budget]
+    chosen = min(roomy, key=Plan.expected_loss) if roomy else min(plans, key=lambda found: found[0])[1]
     return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if options.by_rates and not on_gpu else chosen
 
 

@@ -69,13 +69,13 @@ class KvBudget:
         self._lock = threading.RLock()
         self._needed_at = 0.0
 
-    def fits(self, size: int, tokens: int, length: int) -> bool:
-        """Return whether the budget can hold caches of `size` bytes and a pass, with every expert at the base.
+    def lacks(self, size: int, tokens: int, length: int) -> int:
+        """Return the bytes that the budget lacks for caches of `size` bytes and a pass, with every expert at the base.
 
         The pass reads `tokens` tokens, and its longest sequence has `length` tokens.
         """
         beside = max(0, self.needs.beside(tokens, length, 1) - self.needs.activations)
-        return size - self.needs.kv_bytes + beside <= self._reserve.most
+        return max(0, size - self.needs.kv_bytes + beside - self._reserve.most)
 
     @property
     def used(self) -> int:

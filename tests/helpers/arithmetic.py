@@ -67,7 +67,7 @@ class Machine:
         while self.evict():
             pass
 
-    def add(self, wanted: int, keys: tuple[bytes, ...] = (), prompt: int = 0) -> CacheSlot:
+    def add(self, wanted: int, keys: tuple[bytes, ...] = (), prompt: int = 0, most: int = 0) -> CacheSlot:
         slot = CacheSlot()
         slot.cache = slot
         self.caches[id(slot)] = []
@@ -83,8 +83,8 @@ class Machine:
     def fits(self, items, joining=(), kept: bool = True) -> bool:
         return self.held() + sum(len(i.tokens) for i in items) + sum(joining) + self.kept * kept <= self.room
 
-    def holds(self, tokens: int) -> bool:
-        return tokens <= self.room
+    def lacks(self, tokens: int) -> int:
+        return max(0, tokens - self.room)
 
     def most_tokens(self, most: int) -> int:
         return min(most, self.room)

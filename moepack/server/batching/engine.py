@@ -25,15 +25,17 @@ from moepack.runtime.dense.by_row import serve_rows
 from moepack.runtime.devices import glibc
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.runtime.residency.kv_reserve import KvBudget
+from moepack.server.options import UNLIMITED
 
 from .packed_cache import (
     NAME,
+    Alike,
     CacheShape,
     CacheSlot,
     NotPackable,
     PackedKvCache,
-    SequenceCache,
     StepInput,
+    in_grains,
     layers_with_states,
     told_cache,
     windows_of,
@@ -123,10 +125,13 @@ class Engine:
 
     # --- sequences
 
-    def add(self, wanted: int, keys: tuple[bytes, ...] = (), prompt: int | None = None) -> CacheSlot:
-        """Add a sequence whose cache will soon hold `wanted` tokens; `keys` are its prompt's `chunk_keys`.
+    def add(
+        self, wanted: int, keys: tuple[bytes, ...] = (), prompt: int | None = None, most: int = UNLIMITED
+    ) -> CacheSlot:
+        """Add a sequence whose cache will soon hold `wanted` tokens, and at its end `most`.
 
-        `prompt` is its prompt's number of tokens, which may take several passes; None: all of the first pass.
+        `keys` are its prompt's `chunk_keys`. `prompt` is its prompt's number of tokens, which may take several passes;
+        None: all of the first pass.
         """
         if not self.is_packed:
             return CacheSlot(told_cache(self._model.config, prompt))
@@ -135,7 +140,7 @@ class Engine:
             self._rows = PackedKvCache(
                 self._windows, self._shape(), self._step, self.most_kept, self._table, states, self._kv, self._files
             )
-        return CacheSlot(self._rows.add(wanted, keys))
+        return CacheSlot(self._rows.add(wanted, keys, most))
 
     def remove(self, slot: CacheSlot) -> None:
         """Remove a sequence and free its cache."""
@@ -254,14 +259,15 @@ class Engine:
     def _shape(self) -> CacheShape | None:
         if self._watch is None:
             return None
-        windowed: Counter[int] = Counter()
+        widest = max(filter(None, self._windows), default=None)
+        counts: Counter[tuple[int, int | None]] = Counter()
         fixed = 0
         for constant, slope, cap in self._watch.shape.parts:
             if slope:
-                windowed[0 if cap is None else cap // slope + 1] += slope
+                counts[slope, None if cap is None else widest] += 1
             elif self._with_states:
                 fixed += constant
-        return CacheShape(windowed.pop(0, 0), tuple((size, window) for window, size in windowed.items()), fixed)
+        return CacheShape(tuple(Alike(count, *of) for of, count in counts.items()), fixed)
 
     # --- room
 
@@ -286,7 +292,7 @@ class Engine:
             size = self._watch.used
             size += sum(shape.bytes(i.end) - shape.bytes(i.start) for i in items)
         size += sum(self._alone(n) for n in joining)
-        return self._watch.fits(size, max(1, min(tokens, self._step)), max([longest, *joining]))
+        return not self._watch.lacks(size, max(1, min(tokens, self._step)), max([longest, *joining]))
 
     def _alone(self, tokens: int) -> int:
         """Bytes of the cache of one sequence of `tokens` tokens."""
@@ -294,16 +300,16 @@ class Engine:
         shape = self._shape()
         if not self.is_packed or shape is None:
             return self._watch.shape.bytes(tokens)
-        room = SequenceCache([]).room_for(tokens)
-        return shape.bytes(room + room // 4, self._step)  # room ahead of need, and one layer's copy while it grows
+        room = in_grains(tokens)
+        return shape.bytes(room, self._step) + shape.copied(room, room + 1, self._step)
 
-    def holds(self, tokens: int) -> bool:
-        """Whether the budget holds one sequence of `tokens` tokens, alone."""
-        return self._watch is None or self._watch.fits(self._alone(tokens), min(tokens, self._step), tokens)
+    def lacks(self, tokens: int) -> int:
+        """Bytes that the budget lacks to hold one sequence of `tokens` tokens, alone."""
+        return 0 if self._watch is None else self._watch.lacks(self._alone(tokens), min(tokens, self._step), tokens)
 
     def most_tokens(self, most: int) -> int:
         """Tokens of the longest sequence, up to `most`, that the budget holds alone."""
-        return bisect.bisect_left(range(1, most + 1), True, key=lambda tokens: not self.holds(tokens))
+        return bisect.bisect_left(range(1, most + 1), True, key=lambda tokens: self.lacks(tokens) > 0)
 
     # --- passes
 

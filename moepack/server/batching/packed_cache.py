@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from moepack.runtime.kernels.by_torch import attend_by_groups
 from moepack.runtime.kv.forms import PLAIN, Bits
 from moepack.runtime.kv.growing import as_given, coded
 from moepack.runtime.step.context import PackedCache, Step, current, opened
+from moepack.server.options import UNLIMITED
 
 from .prefix_files import PrefixFiles
 from .prefixes import CHUNK, STATES, Chunk, Prefixes, copied, size_of
@@ -72,6 +73,7 @@ class SequenceCache:
 
     layers: list[_LayerCache]  # keys and values by layer
     wanted: int = 0  # the least room, in tokens, that the row's first pass allocates
+    most: int = UNLIMITED  # tokens that the sequence has at its end
     keys: tuple[bytes, ...] = ()  # the prompt's `chunk_keys`
     length: int = 0  # cached tokens
     room: int = 0  # tokens for which the layers without a window have memory
@@ -85,26 +87,57 @@ class SequenceCache:
         return self.length
 
     def room_for(self, tokens: int) -> int:
-        """Return the room, in tokens, of a row that holds `tokens`: it grows ahead of need, so that few passes copy."""
+        """Return the room, in tokens, of a row that holds `tokens`.
+
+        It grows ahead of need, so that few passes copy, but not beyond the sequence's end.
+        """
         if tokens <= self.room:
             return self.room
-        ahead = max(AHEAD, tokens // 8) if self.room else 0
-        return -(-max(tokens + ahead, self.wanted * (not self.room)) // GRAIN) * GRAIN
+        ahead = tokens + max(AHEAD, tokens // 8) if self.room else self.wanted
+        return in_grains(max(tokens, min(ahead, self.most)))
+
+
+def in_grains(tokens: int) -> int:
+    """Round a number of tokens up to what a row may have room for."""
+    return -(-tokens // GRAIN) * GRAIN
+
+
+class Alike(NamedTuple):
+    """Tensors of a row that grow alike, such as the keys of all layers."""
+
+    tensors: int
+    token: int  # bytes of each, a token
+    window: int | None = None  # tokens
+
+    def bytes(self, room: int, step: int) -> int:
+        """Bytes of one of them in a row with room for `room` tokens, if passes read at most `step` tokens."""
+        return self.token * (room if self.window is None else min(room, self.window - 1 + step))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
     """How many bytes a row takes."""
 
-    full: int  # bytes a token in all layers without a window
-    # (bytes a token, window in tokens) of the layers with an attention window; layers with equal windows are summed.
-    windowed: tuple[tuple[int, int], ...] = ()
+    tensors: tuple[Alike, ...]
     fixed: int = 0  # bytes of states, which do not grow
+
+    @property
+    def full(self) -> int:
+        """Bytes a token in all layers without a window."""
+        return sum(alike.tensors * alike.token for alike in self.tensors if alike.window is None)
 
     def bytes(self, room: int, step: int) -> int:
         """Bytes of a row with room for `room` tokens, if passes read at most `step` tokens."""
-        grown = sum(size * min(room, window - 1 + step) for size, window in self.windowed)
-        return self.full * room + grown + (self.fixed if room else 0)
+        grown = sum(alike.tensors * alike.bytes(room, step) for alike in self.tensors)
+        return grown + (self.fixed if room else 0)
+
+    def copied(self, before: int, room: int, step: int) -> int:
+        """Bytes of the largest tensor that lies in memory twice when a row's room becomes `room`, from `before`.
+
+        Layers with a window move their keys and values to the beginning in rows that do not grow as well.
+        """
+        moved = (alike.bytes(before, step) for alike in self.tensors if room > before or alike.window is not None)
+        return max(moved, default=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -213,10 +246,13 @@ class PackedKvCache(Cache, PackedCache):
 
     # --- rows
 
-    def add(self, wanted: int, keys: tuple[bytes, ...] = ()) -> SequenceCache:
-        """Add an empty sequence; its first pass makes room for `wanted` tokens. `keys` are its prompt's chunk keys."""
+    def add(self, wanted: int, keys: tuple[bytes, ...] = (), most: int = UNLIMITED) -> SequenceCache:
+        """Add an empty sequence; its first pass makes room for `wanted` tokens, its last for no more than `most`.
+
+        `keys` are its prompt's chunk keys.
+        """
         states = self._states() if self._states is not None else None
-        row = SequenceCache([_LayerCache() for _ in self.windows], wanted, keys, states=states)
+        row = SequenceCache([_LayerCache() for _ in self.windows], wanted, most, keys, states=states)
         if states is not None:
             row.ends.add(len(self.found(keys)))
             for other in self.rows:
@@ -249,8 +285,8 @@ class PackedKvCache(Cache, PackedCache):
         grown = [(one.row.room, one.room) for one in inputs]
         size = sum(self._bytes(row.room) for row in self.rows)
         size += sum(self._bytes(room) - self._bytes(before) for before, room in grown)
-        copied = max((self._bytes(before) for before, room in grown if room > before), default=0)
-        size += copied // max(1, len(self.windows))
+        if self.shape is not None:
+            size += max((self.shape.copied(before, room, self.step) for before, room in grown), default=0)
         if kept:
             new = self._chunk_bytes(self.shape) * sum(len(self.new_chunks(one)) for one in inputs)
             size += min(self.prefixes.bytes + new, max(self.prefixes.bytes, self.prefixes.most))

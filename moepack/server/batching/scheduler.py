@@ -158,7 +158,7 @@ class Scheduler:
     def most_tokens(self) -> int | None:
         """Tokens of the longest sequence that limits and budget hold now; None if nothing bounds them."""
         context = min(self.limits.context, self.limits.kv_tokens)
-        held = context if self._engine.holds(context) else self._engine.most_tokens(context)
+        held = self._engine.most_tokens(context) if self._engine.lacks(context) else context
         return held if held < UNLIMITED else None
 
     def most_answer(self, prompt: int) -> int:
@@ -171,11 +171,11 @@ class Scheduler:
         context = min(self.limits.context, self.limits.kv_tokens)
         if prompt > (most := min(limits.prompt, context - 1)):
             raise prompt_too_long(prompt, most, f"{context} tokens")
-        if not self._engine.holds(prompt + 1):
+        if self._engine.lacks(prompt + 1):
             held = self._engine.most_tokens(prompt)
             raise prompt_too_long(prompt, held - 1, f"{held} tokens, which the memory budget holds now")
         room = context - prompt
-        return room if self._engine.holds(context) else self._engine.most_tokens(context) - prompt
+        return self._engine.most_tokens(context) - prompt if self._engine.lacks(context) else room
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue all jobs of one client request, or none if this raises.
@@ -289,7 +289,8 @@ class Scheduler:
                 if one.sampler is None:
                     mask = one.job.grammar() if one.job.grammar is not None else None
                     one.sampler = Sampler(one.job.sampling, one.job.prompt, self._engine.device, mask)
-                one.slot = self._engine.add(one.soon, one.keys, len(one.job.prompt))
+                prompt = len(one.job.prompt)
+                one.slot = self._engine.add(one.soon, one.keys, prompt, prompt + one.job.max_tokens)
             except Exception as error:
                 self._drop([one], error)
                 continue

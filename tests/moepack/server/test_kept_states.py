@@ -14,7 +14,7 @@ from tiny_models import WITH_STATES, build_tiny
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching.engine import Engine, StepInput
-from moepack.server.batching.packed_cache import CacheShape, PackedKvCache
+from moepack.server.batching.packed_cache import Alike, CacheShape, PackedKvCache
 
 FAMILIES = ("qwen3_next", *WITH_STATES)
 RTN = "versions: [bf16, w4]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 4}\n"
@@ -99,7 +99,7 @@ def test_rows_of_one_pass_keep_their_own_states(family, tmp_path):
     prefixes = engine._rows.prefixes
     held = tensors_of(engine)[0]
     token = (held - prefixes.state_bytes) // 192
-    engine._rows.shape = CacheShape(token, fixed=prefixes.state_bytes)
+    engine._rows.shape = CacheShape((Alike(2, token // 2),), prefixes.state_bytes)
     prompts = [SYSTEM, [n + 1 for n in SYSTEM], [7] * 70]
     slots = [engine.add(200, engine.keys(prompt)) for prompt in prompts]
     items = [

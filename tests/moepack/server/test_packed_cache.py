@@ -14,8 +14,9 @@ from moepack.families.model_class import auto_class
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import layer_bits, new_cache
 from moepack.runtime.kv.sizes import storages
+from moepack.server.batching import packed_cache
 from moepack.server.batching.engine import CacheSlot, Engine, StepInput
-from moepack.server.batching.packed_cache import CacheShape, NotPackable, PackedKvCache, windows_of
+from moepack.server.batching.packed_cache import Alike, CacheShape, NotPackable, PackedKvCache, windows_of
 
 NEW, STEP = 12, 16
 LONGROPE = {
@@ -160,15 +161,24 @@ def test_attention_that_sees_more_than_its_cache_keeps_is_found_out(tmp_path):
 
 
 @pytest.mark.parametrize(("family", "windows"), (("qwen3_moe", [None, None]), ("gpt_oss", [32, None])))
-def test_rows_say_what_they_hold(family, windows, tmp_path):
-    """Held bytes are exact after every step; the predicted bytes are never fewer."""
+def test_rows_say_what_they_hold(family, windows, tmp_path, monkeypatch):
+    """Held bytes are exact after every step; within a step, and predicted, they are never fewer than what lives."""
     model = model_of(family, tmp_path)
     assert windows_of(model.config) == windows
     heads, dim = 2, 16
     token = 2 * heads * dim * 4  # keys and values in float32
-    shape = CacheShape(token, ((token, 32),)) if family == "gpt_oss" else CacheShape(2 * token)
+    shape = CacheShape(tuple(Alike(2, token // 2, window) for window in windows))
     engine = Engine(model, STEP)
     engine._rows = rows = PackedKvCache(windows, shape, STEP)
+    moved = packed_cache._moved
+
+    def watched(*given):
+        made = moved(*given)
+        parts = [(p.keys, p.values) for row in slots for p in row.layers]
+        assert sum(storages([*parts, (made, made)]).values()) <= rows.held_bytes
+        return made
+
+    monkeypatch.setattr(packed_cache, "_moved", watched)
     slots = [rows.add(n) for n in (20, 3)]
     places = [CacheSlot(row) for row in slots]
     for step in range(90):

@@ -14,6 +14,7 @@ from support import load_for_logits
 import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
+from moepack.runtime.planning.plan import ROOM
 from moepack.runtime.policies.contract import PrefillEnded, SequenceEnded
 from moepack.runtime.policies.reducers import GATES
 from moepack.runtime.residency.sequences import Sequences
@@ -133,6 +134,35 @@ def test_of_a_prompt_that_is_kept_in_part_the_rest_is_heard(bundle):
         assert read == [[TOP_K * n] * 4 for n in (130, 2, 1)]
 
 
+@pytest.mark.parametrize("policy", ("static:w4", "hotness", "lru:lo=absent"))
+def test_the_longest_sequence_that_a_budget_holds_is_read_to_its_end(policy, bundle):
+    """Room that a row takes ahead of need, and what is copied while it grows, are no more than was promised."""
+    room = {"kv_tokens": 340, "prefill_tokens": 32, "all_logits": False}
+    model = moepack.load(bundle, policy=policy, device_memory=least(bundle, policy, **room), **room)
+    with model.moepack:
+        engine = Engine(model, 32)
+        most = engine.most_tokens(4096)
+        assert most == 288
+        slot = engine.add(40, most=most)
+        for first in range(0, most - 120, 30):
+            engine.run([StepInput(slot, [7] * min(30, most - 120 - first), is_prompt=True)])
+        while slot.length < most:
+            engine.run([StepInput(slot, [5])])
+
+
+def test_a_larger_budget_holds_no_shorter_sequence(bundle):
+    """A better ladder of placements is not chosen where it leaves caches no room."""
+    room = {"kv_tokens": 0, "prefill_tokens": 64, "all_logits": False}
+    begin = least(bundle, "hotness", **room)
+    found = []
+    for more in range(0, 3_000_000, 250_000):
+        model = moepack.load(bundle, policy="hotness", device_memory=begin + more, **room)
+        with model.moepack as serving:
+            found.append(Engine(model, 64).most_tokens(1 << 20))
+    roomy = [tokens for tokens in found if tokens * serving.caches.shape.token_bytes >= begin // ROOM]
+    assert found[: len(found) - len(roomy)] == sorted(found[: len(found) - len(roomy)]) and roomy
+
+
 def test_a_row_that_is_read_again_is_a_sequence_of_its_own():
     """A sequence that gave up its cache begins anew."""
     rows, sequences = PackedKvCache([None], None, 8), Sequences()
@@ -163,7 +193,7 @@ def test_what_cannot_be_served_is_refused_by_name(bundle):
         ("prefill", None, None, "prefill: needs a memory budget"),
         ("importance:hi=w9", "5MB", None, "no version 'w9'"),
         ("uniform", str(tight), None, f"{HELD} tokens of KV cache are held back.*kv_tokens"),
-        ("uniform", str(tight), 0, "holds 0 tokens of a sequence: give kv_tokens"),
+        ("uniform", str(tight), 0, "does not hold a sequence of 16 tokens: it lacks [0-9]+ bytes"),
     ):
         with pytest.raises(InputError, match=words):
             options = LoadOptions(policy=policy, device_memory=memory, kv_tokens=held)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, texts
+from benchmarks.common import Row, Target, finish, model_arguments, texts
 from moepack.pack.spec import Version
 from moepack.quantize.expert_batch import Settings, batch_moments
 from moepack.quantize.grid import dequantise
@@ -37,6 +37,7 @@ METHODS = ("gptq", "gptqmodel", "hqq", "rtn")
 WIDTHS = ("w4", "w3", "w2", "w1")
 GROUP = 64
 LENGTH = 256  # tokens of a window
+WINDOWS = 384  # of each: to make moments from, and to measure on
 RUNS = 3  # timed runs of the generated experts
 ENOUGH = 64  # held-out tokens that an expert's error is measured on, at the least
 Errors = dict[str, dict[str, list[float]]]  # method -> version -> one error an expert
@@ -200,16 +201,11 @@ def targets(name: str, errors: Errors, seconds: dict[str, float], is_generated: 
 
 def main() -> None:
     """Parse arguments, quantise, measure, print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
-    parser.add_argument("--calibration", action="append", help="text to make moments from")
-    parser.add_argument("--data", action="append", help="text to measure on")
-    parser.add_argument("--windows", type=int, default=384, help="windows of 256 tokens, of each")
-    args = parser.parse_args()
+    args = model_arguments(__doc__).parse_args()
     versions = [Version.of(v, GROUP) for v in WIDTHS]
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))
     calibration, data = texts(args)
-    windows, share = (48, 4) if args.quick else (args.windows, 1)
+    windows, share = (48, 4) if args.quick else (WINDOWS, 1)
     measure(generated(64, 128), versions, 1, {}, {})  # loads the libraries
     sets: list[tuple[str, Iterable[Case]]] = [(f"generated {r}x{c}", [generated(r, c)]) for r, c in shapes]
     sets.append((args.checkpoint.name, of_checkpoint(args.checkpoint, calibration, data, (windows, windows), share)))

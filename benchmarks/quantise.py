@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,11 +26,6 @@ from moepack.quantize.expert_batch import Settings, batch_moments
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
 from moepack.quantize.moments import second_moments
-
-if TYPE_CHECKING:
-    from moepack.calibrate.experts import ExpertWeights
-    from moepack.calibrate.forward import Observation
-    from moepack.families.interface import ExpertsModule
 
 METHODS = ("gptq", "gptqmodel", "hqq", "rtn")
 WIDTHS = ("w4", "w3", "w2", "w1")
@@ -78,37 +72,6 @@ def generated(rows: int, cols: int) -> Case:
     return Case(torch.stack([normal[0], normal[1] / chi.sqrt()]) * 0.02, moments(), moments())
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The experts of one layer, and what a build sees of the windows that go through it."""
-
-    module: ExpertsModule
-    weights: ExpertWeights
-    seen: Observation
-
-
-def observed(path: Path, ids: Tensor) -> Iterator[Layer]:
-    """Every layer with experts of a checkpoint, through which windows of tokens [windows, length] go in float32."""
-    from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.forward import CalibrationPass
-    from moepack.calibrate.stream import StreamedModel
-
-    stream = StreamedModel(open_checkpoint(path))
-    walk = CalibrationPass(stream, ids, 16, torch.float32)
-    stream.load(None)
-    stream.to_compute(None, torch.float32)
-    walk.start()
-    stream.free(None)
-    for index in range(len(stream.layers)):
-        _, weights = stream.split(index, stream.load(index))
-        stream.to_compute(index, torch.float32)
-        seen = walk.run_layer(index)
-        if weights is not None:
-            assert seen is not None
-            yield Layer(stream.experts_module(index), weights, seen)
-        stream.free(index)
-
-
 def of_checkpoint(
     path: Path, calibration: list[str], data: list[str], windows: tuple[int, int], share: int = 1
 ) -> Iterator[Case]:
@@ -116,8 +79,10 @@ def of_checkpoint(
 
     `windows` says how many of LENGTH tokens are read of each of the two lists of texts.
     """
-    from moepack.calibrate.forward import Observation
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.forward import CalibrationPass, Observation
     from moepack.calibrate.gather import gather_batch
+    from moepack.calibrate.stream import StreamedModel
     from moepack.calibrate.text.windows import calibration_windows
     from moepack.families.tokenizer import load_tokenizer
 
@@ -126,11 +91,24 @@ def of_checkpoint(
     held = calibration_windows(data, tokenizer, windows[1], LENGTH, 0).ids
     cut = learn.numel()
     settings = Settings("gptq", ())
-    for layer in observed(path, torch.cat([learn, held])):
-        seen = layer.seen
+    stream = StreamedModel(open_checkpoint(path))
+    walk = CalibrationPass(stream, torch.cat([learn, held]), 16, torch.float32)
+    stream.load(None)
+    stream.to_compute(None, torch.float32)
+    walk.start()
+    stream.free(None)
+    for index in range(len(stream.layers)):
+        _, weights = stream.split(index, stream.load(index))
+        stream.to_compute(index, torch.float32)
+        seen = walk.run_layer(index)
+        if weights is None:
+            stream.free(index)
+            continue
+        assert seen is not None
         first = Observation(seen.inputs[:cut], seen.experts[:cut], seen.gates[:cut], seen.length)
-        experts = range(layer.weights.layer.experts // share)
-        batch = gather_batch(layer.module, layer.weights.select(experts), experts, first, settings, torch.device("cpu"))
+        experts = range(weights.layer.experts // share)
+        module = stream.experts_module(index)
+        batch = gather_batch(module, weights.select(experts), experts, first, settings, torch.device("cpu"))
         moments = batch_moments(batch)
         chosen = seen.experts[cut:]
         inputs = [seen.inputs[cut:][(chosen == e).any(1)].float() for e in experts]
@@ -140,6 +118,7 @@ def of_checkpoint(
             learnt = torch.stack([m.mean() for m in of_experts])
             held_out = torch.stack([second_moments(own) for own in x])
             yield Case(weight, learnt, held_out, counts)
+        stream.free(index)
 
 
 def measure(case: Case, versions: list[Version], runs: int, errors: Errors, seconds: dict[str, float]) -> None:

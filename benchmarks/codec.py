@@ -104,7 +104,7 @@ def ours(data: Bf16Bits | Codes, encode: Coder, decode_into: Coder, least: int) 
     return [at(level) for level in range(min(least, native.BEST), native.BEST + 1)]
 
 
-def peers(bits: Bf16Bits) -> list[Codec]:
+def peers(bits: Bf16Bits | Codes) -> list[Codec]:
     """Those that are installed."""
     made = []
     data = bits.tobytes()

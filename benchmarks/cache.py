@@ -41,6 +41,7 @@ from moepack.runtime.planning.decided import relative_loss
 from moepack.runtime.planning.options import LoadOptions
 
 ROUNDS = 15
+WINDOW = 2048  # tokens
 HEAD = 128  # numbers of a key of most released models
 COMMON = {"num_hidden_layers": 1, "vocab_size": 64, "eos_token_id": 0, "pad_token_id": 0, "bos_token_id": 0}
 COMMON |= {"hidden_size": 2048, "moe_intermediate_size": 32, "max_position_embeddings": 65536}
@@ -120,14 +121,14 @@ def turns(model: Any, caches: Mapping[str, Any], depth: int) -> dict[str, list[f
     return {kv: [1e3 * seconds for seconds in times] for kv, times in took.items()}
 
 
-def losses(bundle: Path, data: list[str], windows: int, length: int) -> list[Row]:
+def losses(bundle: Path, data: list[str], windows: int) -> list[Row]:
     """The divergence of each form with lossless experts, and of w4 with a plain cache."""
     rows: list[Row] = []
     tables = open_bundle(bundle).calibration()
     w4_loss, _ = relative_loss(tables, tuple(("w4",) * len(layer.tokens) for layer in tables.layers))
     for version, kv in (("w4", PLAIN_KV), *(("bf16", kv) for kv in FORMS)):
         options = LoadOptions(policy=f"static:{version}", kv=kv, dtype="float32")
-        found = evaluate(bundle, data, options, length=length, samples=windows, kl=True)
+        found = evaluate(bundle, data, options, length=WINDOW, samples=windows, kl=True)
         assert found.kl is not None and found.kl_interval is not None
         bits = [16.0 if n == 16 else 8 * row_bytes(HEAD, n) / HEAD for n in FORMS[kv]]
         rows.append(
@@ -162,15 +163,13 @@ def times(name: str, depth: int) -> list[Row]:
 
 def main() -> int:
     """Print both tables; the exit status is 1 if a target is missed."""
-    parser = model_arguments(__doc__, 384)
-    parser.add_argument("--windows", type=int, default=16, help="windows a file")
-    parser.add_argument("--window", type=int, default=2048, help="tokens of a window")
+    parser = model_arguments(__doc__)
     args = parser.parse_args()
     quiet_libraries()
-    windows, samples = (4, 32) if args.quick else (args.windows, args.samples)
+    windows, samples = (4, 32) if args.quick else (16, 384)
     with tempfile.TemporaryDirectory() as work:
-        bundle = built(args, Path(work) / "bundle", "bf16, w4", samples=samples)
-        rows = losses(bundle, texts(args)[1], windows, args.window)
+        bundle = built(args, Path(work) / "bundle", "bf16, w4", samples)
+        rows = losses(bundle, texts(args)[1], windows)
     torch.set_num_threads(1)
     depth = 1024 if args.quick else 16384
     timed = [row for name in LAYERS for row in times(name, depth)]

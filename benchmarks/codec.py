@@ -30,6 +30,7 @@ from moepack.pack.codec.bits import Bf16Bits, Codes
 
 SHAPES = {"Qwen3-30B-A3B gate and up": (1536, 2048), "Qwen3-30B-A3B down": (2048, 768), "Mixtral down": (4096, 14336)}
 Coded = Any  # what a codec makes or gives back: bytes or an array
+Coder = Callable[..., Coded]
 SMALL = 1 << 24  # weights: matrices up to this are measured in ten times as many rounds
 
 
@@ -52,9 +53,16 @@ def trained(checkpoint: Path) -> list[Bf16Bits]:
     return out
 
 
-def entropy(bits: npt.NDArray[np.integer[Any]]) -> float:
+def floor(data: Bf16Bits | Codes) -> float:
+    """Bits a weight: the entropy of exponents, and the other 8 bits of BF16 or 4 of FP8, which no codec shortens."""
+    if data.itemsize == 1:
+        return 4 + entropy(data >> 3 & 15)
+    return 8 + entropy(data >> 7 & 255)
+
+
+def entropy(exponents: npt.NDArray[np.integer[Any]]) -> float:
     """Bits of entropy of the exponents."""
-    p = np.bincount(bits >> 7 & 255, minlength=256) / bits.size
+    p = np.bincount(exponents) / exponents.size
     return float(-(p[p > 0] * np.log2(p[p > 0])).sum())
 
 
@@ -67,31 +75,38 @@ class Codec:
     decode: Callable[[Coded], Coded]
 
 
-def codecs(bits: Bf16Bits) -> list[Codec]:
-    """Those that are installed, on the same bytes and one thread."""
-    out = np.empty_like(bits)
+def codecs(data: Bf16Bits | Codes) -> list[Codec]:
+    """Ours with each instruction set, and beside it on BF16 the peers that are installed; all on one thread."""
+    if data.itemsize == 1:
+        return ours(data, fp8.encode, fp8.decode_into, 0)
+    return [*ours(data, exponent_fast.encode, exponent_fast.decode_into, 1), *peers(data)]
 
-    def decode(coded: Coded) -> Coded:
-        exponent_fast.decode_into(coded, out, 1)
-        return out
 
-    made = [Codec("moepack (NumPy)", lambda: exponent_fast.encode(bits, 1), decode)]
-    if native := exponent_fast.engine():
+def ours(data: Bf16Bits | Codes, encode: Coder, decode_into: Coder, least: int) -> list[Codec]:
+    """A codec at each level from `least` on, which it sets first: others may have run between."""
+    native = exponent_fast.engine()
+    if native is None:
+        raise SystemExit("the codec was not compiled: install moepack where there is a C compiler")
+    out = np.empty_like(data)
 
-        def at(level: int) -> Codec:
-            """Ours, which sets the level first: others may have run between."""
+    def at(level: int) -> Codec:
+        def encoded() -> Coded:
+            native.use_level(level)
+            return encode(data, 1)
 
-            def encode() -> Coded:
-                native.use_level(level)
-                return exponent_fast.encode(bits, 1)
+        def decoded(coded: Coded) -> Coded:
+            native.use_level(level)
+            decode_into(coded, out, 1)
+            return out
 
-            def decode_at(coded: Coded) -> Coded:
-                native.use_level(level)
-                return decode(coded)
+        return Codec(f"moepack ({native.LEVELS[level]})", encoded, decoded)
 
-            return Codec(f"moepack ({native.LEVELS[level]})", encode, decode_at)
+    return [at(level) for level in range(min(least, native.BEST), native.BEST + 1)]
 
-        made = [at(level) for level in range(min(1, native.BEST), native.BEST + 1)]
+
+def peers(bits: Bf16Bits | Codes) -> list[Codec]:
+    """Those that are installed."""
+    made = []
     data = bits.tobytes()
     with contextlib.suppress(ImportError):
         import zipnn
@@ -121,31 +136,32 @@ def turns(work: Mapping[str, Callable[[], object]], runs: int) -> dict[str, list
     return in_turns({name: functools.partial(prepared, one) for name, one in work.items()}, runs, time.process_time)
 
 
-def speed(name: str, bits: Bf16Bits, runs: int) -> list[Row]:
-    """A row a codec, and one for a memory copy."""
+def speed(name: str, data: Bf16Bits | Codes, runs: int) -> list[Row]:
+    """A row a codec, and on BF16 one for a memory copy."""
     rows: list[Row] = []
-    floor = 8 + entropy(bits)
+    least = floor(data)
     work: dict[str, Callable[[], object]] = {}
-    for codec in codecs(bits):
+    for codec in codecs(data):
         coded = codec.encode()
-        if not same(codec.decode(coded), bits):
+        if coded is None or not same(codec.decode(coded), data):
             raise SystemExit(f"{codec.name} did not give back {name}")
-        size = 8 * len(coded) / bits.size
-        row: Row = {"matrix": name, "codec": codec.name, "threads": 1, "exponent entropy": floor - 8}
-        rows.append({**row, "bits/weight": size, "over floor": f"{100 * (size / floor - 1):+.2f} %"})
+        size = 8 * len(coded) / data.size
+        row: Row = {"matrix": name, "codec": codec.name, "bits/weight": size}
+        rows.append({**row, "over floor": f"{100 * (size / least - 1):+.2f} %"})
         work[f"{codec.name}: encode"] = codec.encode
         work[f"{codec.name}: decode"] = functools.partial(codec.decode, coded)
-    rows.append({"matrix": name, "codec": "memory copy", "threads": 1})
-    copy = functools.partial(np.copyto, np.empty_like(bits), bits)
-    work |= {"memory copy: encode": copy, "memory copy: decode": copy}
-    times = turns(work, runs if bits.size > SMALL else 10 * runs)
+    if data.itemsize == 2:
+        rows.append({"matrix": name, "codec": "memory copy"})
+        copy = functools.partial(np.copyto, np.empty_like(data), data)
+        work |= {"memory copy: encode": copy, "memory copy: decode": copy}
+    times = turns(work, runs if data.size > SMALL else 10 * runs)
     for row in rows:
         for what in ("encode", "decode"):
-            ours = times[f"{row['codec']}: {what}"]
-            row[f"{what} GB/s"] = bits.nbytes / 1e9 / statistics.median(ours)
+            own = times[f"{row['codec']}: {what}"]
+            row[f"{what} GB/s"] = data.nbytes / 1e9 / statistics.median(own)
             theirs = times.get(f"ZipNN: {what}")
             if theirs is not None and row["codec"].startswith("moepack"):
-                row[f"{what} over ZipNN"] = statistics.median(z / o for z, o in zip(theirs, ours, strict=True))
+                row[f"{what} over ZipNN"] = statistics.median(z / o for z, o in zip(theirs, own, strict=True))
     return rows
 
 
@@ -159,18 +175,12 @@ def ratios(rows: list[Row], what: str) -> dict[str, float]:
 
 
 def sizes(name: str, arrays: Sequence[Bf16Bits] | Sequence[Codes]) -> Row:
-    """Bits of a weight or code over many arrays, each coded on its own, beside the entropy of its exponents in bits.
-
-    Of BF16's bits or of FP8 codes: what has no exponent is 8 or 4 bits, which no codec shortens.
-    """
+    """Bits of a weight or code over many arrays, each coded on its own, beside their floor."""
     weights = sum(m.size for m in arrays)
-    is_fp8 = arrays[0].itemsize == 1
-    rest = 4 if is_fp8 else 8
-    floor = sum(m.size * (rest + entropy(m.astype(np.uint16) << 4 & 0x780 if is_fp8 else m)) for m in arrays) / weights
-    ours = 8 * sum(_coded_size(m) for m in arrays) / weights
-    row: Row = {"matrix": f"FP8 codes of {name}" if is_fp8 else name, "codec": "moepack, sizes only"}
-    row |= {"exponent entropy": floor - rest, "bits/weight": ours}
-    return row | {"over floor": f"{100 * (ours / floor - 1):+.2f} %", "overhead": ours / floor}
+    least = sum(m.size * floor(m) for m in arrays) / weights
+    own = 8 * sum(_coded_size(m) for m in arrays) / weights
+    row: Row = {"matrix": name, "codec": "moepack, sizes only", "bits/weight": own}
+    return row | {"over floor": f"{100 * (own / least - 1):+.2f} %", "overhead": own / least}
 
 
 def _coded_size(matrix: npt.NDArray[Any]) -> int:
@@ -191,39 +201,14 @@ def fp8_codes(bits: Bf16Bits) -> Codes:
     return codes.view(torch.uint8).reshape(-1)[: len(weight)].numpy().copy()
 
 
-def fp8_speed(name: str, codes: Codes, runs: int) -> list[Row]:
-    """Coding and decoding FP8 codes: a row for every level of the compiled loops."""
-    native = exponent_fast.engine()
-    out = np.empty_like(codes)
-    rows: list[Row] = []
-    for level in range(native.BEST + 1) if native else [None]:
-        if native:
-            native.use_level(level)
-        coded = fp8.encode(codes, 1)
-        if coded is None:
-            raise SystemExit(f"coding the FP8 codes of {name} gains nothing")
-        fp8.decode_into(coded, out, 1)
-        if not same(out, codes):
-            raise SystemExit(f"coding the FP8 codes of {name} did not give them back")
-        encode = functools.partial(fp8.encode, codes, 1)
-        decode = functools.partial(fp8.decode_into, coded, out, 1)
-        times = turns({"encode": encode, "decode": decode}, runs)
-        speeds = {f"{what} GB/s": codes.nbytes / 1e9 / statistics.median(t) for what, t in times.items()}
-        engine = native.LEVELS[level] if native else "NumPy"
-        row = {"matrix": f"FP8 codes of {name}", "codec": f"moepack ({engine})", "threads": 1}
-        rows.append({**row, "bits/weight": 8 * len(coded) / codes.size, **speeds})
-    if native:
-        native.use_level()
-    return rows
-
-
 def fp8_report(checkpoint: Path, runs: int) -> tuple[list[Row], list[Target]]:
     """Sizes and speeds of FP8; wanted: at most 6.9 bits a code, and 2 GB/s a thread with AVX2."""
-    name = "Qwen3-30B-A3B down"
-    codes = fp8_codes(gaussian(SHAPES[name], 1))
+    down = "Qwen3-30B-A3B down"
+    name = f"FP8 codes of {down}"
+    codes = fp8_codes(gaussian(SHAPES[down], 1))
     totals = [sizes(name, [codes])]
-    totals.append(sizes(f"experts of {checkpoint.name}", [fp8_codes(m) for m in trained(checkpoint)]))
-    rows = fp8_speed(name, codes, 10 * runs)
+    totals.append(sizes(f"FP8 codes of experts of {checkpoint.name}", [fp8_codes(m) for m in trained(checkpoint)]))
+    rows = speed(name, codes, runs)
     targets = [Target(f"size, {totals[0]['matrix']}: bits a code", totals[0]["bits/weight"], 6.9, "lower")]
     by = {r["codec"]: r["decode GB/s"] for r in rows}
     if "moepack (C, AVX2)" in by:

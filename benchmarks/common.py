@@ -74,14 +74,12 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def model_arguments(description: str | None, samples: int) -> argparse.ArgumentParser:
-    """And those of a benchmark that builds one model: what, by which method, from which texts."""
+def model_arguments(description: str | None) -> argparse.ArgumentParser:
+    """And those of a benchmark that builds one model: what, from which texts."""
     parser = arguments(description)
     parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
     parser.add_argument("--calibration", action="append", help="text to calibrate on")
     parser.add_argument("--data", action="append", help="text to serve or to evaluate on, in this order")
-    parser.add_argument("--method", default="gptq", help="the recipe's quantize.method")
-    parser.add_argument("--samples", type=int, default=samples, help="calibration windows")
     return parser
 
 
@@ -103,11 +101,10 @@ def build(checkpoint: Path, bundle: Path, recipe: str, calibration: Sequence[str
     return bundle
 
 
-def built(args: argparse.Namespace, bundle: Path, versions: str, **own: Any) -> Path:
-    """A bundle of the model at these versions. `own` stands in place of arguments."""
-    asked = {"length": 256, **vars(args), **own}
-    calibration = f"calibration: {{samples: {asked['samples']}, length: {asked['length']}, batch_size: 16}}"
-    recipe = f"versions: [{versions}]\nquantize: {{method: {asked['method']}}}\n{calibration}"
+def built(args: argparse.Namespace, bundle: Path, versions: str, samples: int, method: str = "gptq") -> Path:
+    """A bundle of the model at these versions, calibrated on so many windows of 256 tokens."""
+    calibration = f"calibration: {{samples: {samples}, length: 256, batch_size: 16}}"
+    recipe = f"versions: [{versions}]\nquantize: {{method: {method}}}\n{calibration}"
     return build(args.checkpoint, bundle, recipe, args.calibration or ())
 
 

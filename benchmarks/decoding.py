@@ -72,12 +72,6 @@ class Decoded:
         """Over all windows."""
         return Mean.of([x for row in self.kl.values() for x in row])
 
-    def rise(self, over: Decoded) -> Mean:
-        """Of the negative log-likelihood over another run's, window by window: nats a token, near the relative rise of
-        perplexity."""
-        pairs = [(a, b) for name, row in self.nll.items() for a, b in zip(row, over.nll[name], strict=True)]
-        return Mean.of([a - b for a, b in pairs])
-
 
 def divergence(best: Tensor, logs: Tensor) -> float:
     """Mean divergence of one distribution from another, nats a token, of log-probabilities [tokens, vocabulary]."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.quality --checkpoint MODEL --calibration FILE... --data FILE...
 
-Builds a bundle of the checkpoint with `--method`, and one rounded to nearest for comparison, and evaluates every
+Builds a bundle of the checkpoint with `gptq`, and one rounded to nearest for comparison, and evaluates every
 version on every file in float32 (so that differences of 0.1 % are not rounding). Without arguments: the model and texts
 in examples/.
 """
@@ -19,18 +19,17 @@ from moepack.reports.inspect import inspect
 from moepack.runtime.patches import quiet_libraries
 from moepack.runtime.planning.options import LoadOptions
 
+WINDOWS = 256  # of 512 tokens to evaluate on, a file
 LIMITS = {"bf16": 0.1, "w4": 0.6, "w3": 1.5, "w2": 6.0}  # per cent above the plain model, on each file
 
 
 def main() -> None:
     """Parse arguments, build, evaluate, print."""
-    parser = model_arguments(__doc__, 384)
-    parser.add_argument("--length", type=int, default=256, help="tokens of a calibration window")
-    parser.add_argument("--windows", type=int, default=256, help="windows of 512 tokens to evaluate on, a file")
+    parser = model_arguments(__doc__)
     args = parser.parse_args()
     quiet_libraries()
     _, data = texts(args)
-    samples, windows = (64, 16) if args.quick else (args.samples, args.windows)
+    samples, windows = (64, 16) if args.quick else (384, WINDOWS)
 
     plain = evaluate(args.checkpoint, data, LoadOptions(dtype="float32"), samples=windows)
     names = [Path(f.file).stem for f in plain.files]
@@ -43,11 +42,11 @@ def main() -> None:
     ]
     targets = []
     with tempfile.TemporaryDirectory() as work:
-        for method in dict.fromkeys((args.method, "rtn")):
-            bundle = built(args, Path(work) / method, "bf16, w4, w3, w2, w1", method=method, samples=samples)
+        for method in ("gptq", "rtn"):
+            bundle = built(args, Path(work) / method, "bf16, w4, w3, w2, w1", samples, method)
             facts = inspect(bundle)
             for version, described in facts["versions"].items():
-                if method != args.method and version == "bf16":
+                if method != "gptq" and version == "bf16":
                     continue
                 score = evaluate(
                     bundle, data, LoadOptions(policy=f"static:{version}", dtype="float32"), samples=windows
@@ -63,7 +62,7 @@ def main() -> None:
                     row[name], row[f"{name} %"] = ours.perplexity, f"{rise:+.2f}"
                     worst = max(worst, abs(rise) if version == "bf16" else rise)
                 rows.append(row)
-                if method == args.method and version in LIMITS:
+                if method == "gptq" and version in LIMITS:
                     targets.append(Target(f"{version}: worst rise in perplexity, %", worst, LIMITS[version], "lower"))
     finish(f"perplexity of {args.checkpoint.name}", rows, targets, args.json)
 

@@ -16,27 +16,22 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import EXAMPLES, Row, Target, arguments, finish, texts
+from benchmarks.common import Row, Target, finish, model_arguments, texts
 from moepack.pack.spec import Version
 from moepack.quantize.expert_batch import Settings, batch_moments
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
 from moepack.quantize.moments import second_moments
 
-if TYPE_CHECKING:
-    from moepack.calibrate.experts import ExpertWeights
-    from moepack.calibrate.forward import Observation
-    from moepack.families.interface import ExpertsModule
-
 METHODS = ("gptq", "gptqmodel", "hqq", "rtn")
 WIDTHS = ("w4", "w3", "w2", "w1")
 GROUP = 64
 LENGTH = 256  # tokens of a window
+WINDOWS = 384  # of each: to make moments from, and to measure on
 RUNS = 3  # timed runs of the generated experts
 ENOUGH = 64  # held-out tokens that an expert's error is measured on, at the least
 Errors = dict[str, dict[str, list[float]]]  # method -> version -> one error an expert
@@ -77,37 +72,6 @@ def generated(rows: int, cols: int) -> Case:
     return Case(torch.stack([normal[0], normal[1] / chi.sqrt()]) * 0.02, moments(), moments())
 
 
-@dataclass(frozen=True)
-class Layer:
-    """The experts of one layer, and what a build sees of the windows that go through it."""
-
-    module: ExpertsModule
-    weights: ExpertWeights
-    seen: Observation
-
-
-def observed(path: Path, ids: Tensor) -> Iterator[Layer]:
-    """Every layer with experts of a checkpoint, through which windows of tokens [windows, length] go in float32."""
-    from moepack.calibrate.checkpoint import open_checkpoint
-    from moepack.calibrate.forward import CalibrationPass
-    from moepack.calibrate.stream import StreamedModel
-
-    stream = StreamedModel(open_checkpoint(path))
-    walk = CalibrationPass(stream, ids, 16, torch.float32)
-    stream.load(None)
-    stream.to_compute(None, torch.float32)
-    walk.start()
-    stream.free(None)
-    for index in range(len(stream.layers)):
-        _, weights = stream.split(index, stream.load(index))
-        stream.to_compute(index, torch.float32)
-        seen = walk.run_layer(index)
-        if weights is not None:
-            assert seen is not None
-            yield Layer(stream.experts_module(index), weights, seen)
-        stream.free(index)
-
-
 def of_checkpoint(
     path: Path, calibration: list[str], data: list[str], windows: tuple[int, int], share: int = 1
 ) -> Iterator[Case]:
@@ -115,8 +79,10 @@ def of_checkpoint(
 
     `windows` says how many of LENGTH tokens are read of each of the two lists of texts.
     """
-    from moepack.calibrate.forward import Observation
+    from moepack.calibrate.checkpoint import open_checkpoint
+    from moepack.calibrate.forward import CalibrationPass, Observation
     from moepack.calibrate.gather import gather_batch
+    from moepack.calibrate.stream import StreamedModel
     from moepack.calibrate.text.windows import calibration_windows
     from moepack.families.tokenizer import load_tokenizer
 
@@ -125,11 +91,24 @@ def of_checkpoint(
     held = calibration_windows(data, tokenizer, windows[1], LENGTH, 0).ids
     cut = learn.numel()
     settings = Settings("gptq", ())
-    for layer in observed(path, torch.cat([learn, held])):
-        seen = layer.seen
+    stream = StreamedModel(open_checkpoint(path))
+    walk = CalibrationPass(stream, torch.cat([learn, held]), 16, torch.float32)
+    stream.load(None)
+    stream.to_compute(None, torch.float32)
+    walk.start()
+    stream.free(None)
+    for index in range(len(stream.layers)):
+        _, weights = stream.split(index, stream.load(index))
+        stream.to_compute(index, torch.float32)
+        seen = walk.run_layer(index)
+        if weights is None:
+            stream.free(index)
+            continue
+        assert seen is not None
         first = Observation(seen.inputs[:cut], seen.experts[:cut], seen.gates[:cut], seen.length)
-        experts = range(layer.weights.layer.experts // share)
-        batch = gather_batch(layer.module, layer.weights.select(experts), experts, first, settings, torch.device("cpu"))
+        experts = range(weights.layer.experts // share)
+        module = stream.experts_module(index)
+        batch = gather_batch(module, weights.select(experts), experts, first, settings, torch.device("cpu"))
         moments = batch_moments(batch)
         chosen = seen.experts[cut:]
         inputs = [seen.inputs[cut:][(chosen == e).any(1)].float() for e in experts]
@@ -139,6 +118,7 @@ def of_checkpoint(
             learnt = torch.stack([m.mean() for m in of_experts])
             held_out = torch.stack([second_moments(own) for own in x])
             yield Case(weight, learnt, held_out, counts)
+        stream.free(index)
 
 
 def measure(case: Case, versions: list[Version], runs: int, errors: Errors, seconds: dict[str, float]) -> None:
@@ -200,16 +180,11 @@ def targets(name: str, errors: Errors, seconds: dict[str, float], is_generated: 
 
 def main() -> None:
     """Parse arguments, quantise, measure, print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe")
-    parser.add_argument("--calibration", action="append", help="text to make moments from")
-    parser.add_argument("--data", action="append", help="text to measure on")
-    parser.add_argument("--windows", type=int, default=384, help="windows of 256 tokens, of each")
-    args = parser.parse_args()
+    args = model_arguments(__doc__).parse_args()
     versions = [Version.of(v, GROUP) for v in WIDTHS]
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))
     calibration, data = texts(args)
-    windows, share = (48, 4) if args.quick else (args.windows, 1)
+    windows, share = (48, 4) if args.quick else (WINDOWS, 1)
     measure(generated(64, 128), versions, 1, {}, {})  # loads the libraries
     sets: list[tuple[str, Iterable[Case]]] = [(f"generated {r}x{c}", [generated(r, c)]) for r, c in shapes]
     sets.append((args.checkpoint.name, of_checkpoint(args.checkpoint, calibration, data, (windows, windows), share)))

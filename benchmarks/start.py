@@ -1,7 +1,7 @@
 """How long it takes from the start of a command to its first token, and what of that is importing, or the disk.
 
-    python -m benchmarks.start [BUNDLE] [--repeat N]
-    python -m benchmarks.start BUNDLE --memory SIZE [--policy POLICY]    tokens a second: predicted and measured
+    python -m benchmarks.start [BUNDLE]
+    python -m benchmarks.start BUNDLE --memory SIZE    tokens a second under `hotness:lo=stored`: predicted and measured
 
 `moepack generate` of one token, in a process of its own each time that finds its bytecode, beside a process that
 imports torch and the model's class from transformers and does nothing else, with and without the libraries that
@@ -10,8 +10,6 @@ moepack leaves out (runtime/patches.py). Processor time is printed beside the cl
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import statistics
@@ -27,6 +25,9 @@ from benchmarks.serve import RECIPE
 
 IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
 COMMAND = "moepack generate, one token"
+POLICY = "hotness:lo=stored"
+TOKENS = 128  # that are decoded to measure a rate
+WARM = 32  # of these, before the clock
 BOUND = 5.0  # seconds to the first token
 NEAR = 0.25  # how far a prediction may be from what is measured
 
@@ -46,20 +47,15 @@ def main() -> None:
     """Parse arguments, measure, print."""
     parser = arguments(__doc__)
     parser.add_argument("bundle", nargs="?", help="without it a small one is built")
-    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--memory", help="predict tokens a second in this limit, and measure them")
-    parser.add_argument("--policy", default="hotness:lo=stored")
-    parser.add_argument("--tokens", type=int, default=128, help="with --memory: tokens that are decoded")
-    parser.add_argument("--data", type=Path, default=EXAMPLES / "text" / "evaluation.jsonl", help="with --memory")
     args = parser.parse_args()
-    turns = 1 if args.quick else args.repeat
     with tempfile.TemporaryDirectory() as work:
         bundle = args.bundle or str(build(EXAMPLES / "mini-qwen3-moe", Path(work) / "bundle", RECIPE))
         if args.memory:
-            rows, targets = predicted(bundle, args)
-            finish(f"{args.policy} in {args.memory}", rows, targets, args.json)
+            rows, targets = predicted(bundle, args.memory)
+            finish(f"{POLICY} in {args.memory}", rows, targets, args.json)
             return
-        rows = measured(bundle, turns)
+        rows = measured(bundle, 1 if args.quick else 5)
     first = next(row["s"] for row in rows if row["what"] == COMMAND)
     targets = [Target("seconds to the first token", first, BOUND, "lower")]
     finish(f"from start to token, {os.cpu_count()} processors", rows, targets, args.json)
@@ -84,21 +80,20 @@ def measured(bundle: str, repeat: int) -> list[Row]:
     return [{"what": name, "s": clock, "processor s": processor} for name, (clock, processor) in medians.items()]
 
 
-def predicted(bundle: str, args: argparse.Namespace) -> tuple[list[Row], list[Target]]:
+def predicted(bundle: str, memory: str) -> tuple[list[Row], list[Target]]:
     """What `plan` predicts for decoding one sequence, and what decoding a text token by token takes then."""
     import torch
 
     import moepack
+    from moepack.calibrate.text.windows import windows
     from moepack.families.tokenizer import load_tokenizer
     from moepack.reports.plan import plan
     from moepack.runtime.planning.options import LoadOptions
 
-    lines = [json.loads(line) for line in args.data.read_text().splitlines()[:64]]
-    ids = load_tokenizer(Path(bundle))(" ".join(str(line["text"]) for line in lines)).input_ids
-    own: Row = {"kv_tokens": args.tokens + 64, "prefill_tokens": 16, "all_logits": False}
-    found = plan(bundle, LoadOptions(memory=args.memory, policy=args.policy, **own))
-    model = moepack.load(bundle, memory=args.memory, policy=args.policy, **own)
-    first = min(32, args.tokens // 4)
+    ids = windows(str(EXAMPLES / "text" / "evaluation.jsonl"), load_tokenizer(Path(bundle)), TOKENS, 1)[0].tolist()
+    own: Row = {"memory": memory, "policy": POLICY, "kv_tokens": TOKENS + 64, "prefill_tokens": 16, "all_logits": False}
+    found = plan(bundle, LoadOptions(**own))
+    model = moepack.load(bundle, **own)
     run = reading(model)
     began = (0.0, 0.0, 0.0, 0.0)
     with model.moepack as serving, torch.inference_mode():
@@ -107,10 +102,10 @@ def predicted(bundle: str, args: argparse.Namespace) -> tuple[list[Row], list[Ta
             waited = serving.manager.waited if serving.manager is not None else 0.0
             return time.perf_counter(), time.thread_time(), waited, serving.counters()["demand_bytes"]
 
-        for number, token in enumerate(ids[: args.tokens]):
-            began = now() if number == first else began
+        for number, token in enumerate(ids):
+            began = now() if number == WARM else began
             run(torch.tensor([[token]]))
-        took, busy, waited, fetched = ((b - a) / (args.tokens - first) for a, b in zip(began, now(), strict=True))
+        took, busy, waited, fetched = ((b - a) / (TOKENS - WARM) for a, b in zip(began, now(), strict=True))
     rate = 1 / took
     parts = found.seconds_per_token
     assert parts is not None and found.expected_tokens_per_second is not None

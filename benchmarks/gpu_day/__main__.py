@@ -1,7 +1,7 @@
 """One run on a machine with a CUDA GPU, of half an hour at the most: rates, times, and what must hold.
 
-    python -m benchmarks.gpu_day [--quick] [--only STAGE ...] [--match ROW ...] [--minutes N] [--stage-seconds N]
-                                 [--work DIR] [--json FILE]
+    python -m benchmarks.gpu_day [--quick] [--only STAGE ...] [--match ROW ...] [--minutes N] [--work DIR]
+                                 [--json FILE]
 
 Rates of the machine; a model of 30 B in budgets, by launches and by graph, and
 in the server's passes; whether every kernel is exact; layers by version and batch against the byte floor and torch's
@@ -95,7 +95,6 @@ def measure(
     setting: Setting,
     rows: dict[str, list[str]],
     minutes: float,
-    seconds: float | None,
     out: Path | None,
     document: Row,
 ) -> list[Row]:
@@ -104,8 +103,7 @@ def measure(
     Args:
         setting: where they run.
         rows: names of rows by stage.
-        minutes: that all of them may take.
-        seconds: that each stage may take; None for the shares of STAGES, which bound a GPU's stages alone.
+        minutes: that all of them may take; the shares of STAGES bound a GPU's stages alone.
         out: a JSON file, or None.
         document: what `begun` has found there.
     """
@@ -121,10 +119,7 @@ def measure(
             print(f"{stage}: {row['row']}: {row['value']} {row['unit']} {row['verdict']}", file=sys.stderr, flush=True)
 
         left = max(0.0, ends - time.monotonic())
-        bound = seconds
-        if bound is None:
-            bound = share if setting.on_gpu else left
-        Stage(stage, names, setting, min(bound, left), interpreted).run(keep)
+        Stage(stage, names, setting, min(share, left) if setting.on_gpu else left, interpreted).run(keep)
     return found
 
 
@@ -155,7 +150,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(STAGES), default=[], help="stages; default: all")
     parser.add_argument("--match", nargs="+", metavar="ROW", default=[], help="only rows with this in their names")
     parser.add_argument("--minutes", type=float, default=30.0, help="that the whole run may take")
-    parser.add_argument("--stage-seconds", type=float, help="that each stage may take; default: a share of its own")
     parser.add_argument("--work", type=Path, metavar="DIR", help="keep generated bundles there; default: nowhere")
     for hidden in ("--stage", "--setting", "--rows"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
@@ -178,7 +172,7 @@ def main() -> None:
             document = begun(out, setting)
         except ValueError as error:
             parser.error(str(error))
-        rows = measure(setting, names, args.minutes, args.stage_seconds, out, document)
+        rows = measure(setting, names, args.minutes, out, document)
     cells = [{k: "" if v is None else v for k, v in row.items()} for row in rows]
     show(f"GPU day: {setting.gpu or 'no CUDA device'}", cells)
     raise SystemExit(any(row["verdict"] == "FAILS" for row in rows))

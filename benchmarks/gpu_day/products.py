@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from benchmarks.kernels import gpu
-from benchmarks.kernels.layers import module_like, random_matrix
-from moepack.pack.spec import ExpertLayer, Matrix, Version
+from benchmarks.kernels.layers import module_like
+from moepack.pack.spec import Matrix, Version
 from moepack.runtime.experts.forward import reference_forward
 from moepack.runtime.experts.gpu import forward
-from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
+from moepack.runtime.experts.handles import LayerCall
 from moepack.runtime.kernels.affine_triton import TERMS
 
 from .bundles import VERSIONS
@@ -50,7 +48,7 @@ def error(setting: Setting, version: Version, dtype: torch.dtype, tokens: int, b
     """The relative error of a layer's forward, in the norm."""
     hidden, inner, experts, top_k = SMALL
     matrices = Matrix("gate_up", 2 * inner, hidden, bias=bias), Matrix("down", hidden, inner, bias=bias)
-    layer = _layer(matrices, version, experts, setting.torch)
+    layer = gpu.layer_like(matrices, version, experts, setting.torch, alike=False)
     torch.manual_seed(0)  # the roundings of one token came to 0.008 to 0.010, as it was drawn
     x = torch.randn(tokens, hidden, device=setting.torch).to(dtype)
     index = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)]).to(setting.torch)
@@ -60,24 +58,6 @@ def error(setting: Setting, version: Version, dtype: torch.dtype, tokens: int, b
         got = forward(LayerCall(module, layer, x, index, gates)).double()
         want = reference_forward(LayerCall(module, layer, x.float(), index, gates)).double()
     return Measured(float((got - want).norm() / want.norm()), "relative error", limit=LIMITS[dtype])
-
-
-def _layer(matrices: tuple[Matrix, ...], version: Version, experts: int, device: torch.device) -> Snapshot:
-    """Experts like trained ones: scales of one size, zero points about the middle, biases."""
-    if version.plain:
-        return gpu.layer_like(matrices, version, experts, device, 0)
-    made = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device)
-    rng = np.random.default_rng(0)
-    for e in range(experts):
-        drawn = [random_matrix(m, version.at(i), rng) for i, m in enumerate(matrices)]
-        biases = [rng.integers(0x3D00, 0x3E00, m.rows).astype(np.uint16) if m.bias else None for m in matrices]
-        parts = [replace(d, bias=b) for d, b in zip(drawn, biases, strict=True)]
-        extent = np.zeros(version.resident_size(matrices), np.uint8)
-        version.restore(matrices, version.encode(matrices, parts)[0], extent)
-        room = torch.empty(len(extent) + 64, dtype=torch.uint8, device=device)
-        there = room[-room.data_ptr() % 64 :][: len(extent)].copy_(torch.from_numpy(extent))
-        made.publish(e, made.of.over(version, there))
-    return made.current
 
 
 # --- how long a layer takes

@@ -14,32 +14,35 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from benchmarks.common import Row
-from moepack.pack.spec import ExpertLayer, Matrix, Version
+from moepack.pack.spec import ExpertLayer, Matrix, Version, align
 from moepack.runtime.experts.gpu import forward
 from moepack.runtime.experts.handles import LayerCall, LayerExperts, Snapshot
 from moepack.runtime.kernels.affine_triton import DECODE
 from moepack.runtime.kernels.forms import Routing
 from moepack.runtime.kernels.routing_triton import fits, route
 
-from .layers import module_like
+from .layers import extent_like, module_like
 
 T = TypeVar("T")
 
 
 def layer_like(
-    matrices: tuple[Matrix, ...], version: Version, experts: int, device: torch.device, seed: int
+    matrices: tuple[Matrix, ...], version: Version, experts: int, device: torch.device, alike: bool
 ) -> Snapshot:
-    """A layer whose experts have random extents of a version."""
+    """A layer of experts that are all `alike`, in memory of their own, or each drawn on its own."""
     layer = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device)
-    generator = torch.Generator(device).manual_seed(seed)
-    size = version.resident_size(matrices)
-    for e in range(experts):
-        extent = torch.randint(0, 1 << 15, (size // 2,), dtype=torch.int16, generator=generator, device=device)
-        extent.bitwise_and_(0x03FF).bitwise_or_(0x3C00)  # as BF16: near 0.01; as codes: whatever
-        layer.publish(e, layer.of.over(version, extent.view(torch.uint8)))
+    rng = np.random.default_rng(0)
+    room = torch.empty(experts, align(version.resident_size(matrices), 64) + 64, dtype=torch.uint8, device=device)
+    extent = extent_like(matrices, version, rng)
+    for e, place in enumerate(room):
+        if e and not alike:
+            extent = extent_like(matrices, version, rng)
+        there = place[-place.data_ptr() % 64 :][: len(extent)].copy_(extent)
+        layer.publish(e, layer.of.over(version, there))
     return layer.current
 
 
@@ -134,7 +137,7 @@ def measure(
         work = replayed(partial(_all, partial(grouped, weights[0], weights[1], x), chosen))
         theirs = seconds(work, runs) / len(chosen)
         count = 4 * cache // (size * experts) + 1
-        layers = [layer_like(matrices, version, experts, device, i) for i in range(count)]
+        layers = [layer_like(matrices, version, experts, device, alike=True) for _ in range(count)]
         calls = [LayerCall(module, k, x, i, gates) for k in layers for i in chosen]
         ours = seconds(replayed(partial(_all, served, calls)), runs) / len(calls)
     used = sum(len(i.unique()) for i in chosen) / len(chosen)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -39,15 +40,7 @@ class Pool:
         self.version = version
         self.size = version.resident_size(matrices)
         self.memory = paged(count, -(-self.size // 64) * 64)
-        rng = np.random.default_rng(0)
-        one = np.zeros(self.memory.shape[1], np.uint8)
-        plain = plain_weights(torch.from_numpy(one), sections_of(matrices, version))
-        for weights in plain:
-            weights.copy_(torch.from_numpy(rng.standard_normal(weights.shape, np.float32) * np.float32(0.02)))
-        if not plain:
-            values = [random_matrix(m, version.at(i), rng) for i, m in enumerate(matrices)]
-            version.restore(matrices, version.encode(matrices, values)[0], one)
-        self.memory.copy_(torch.from_numpy(one))
+        self.memory[:, : self.size] = extent_like(matrices, version, np.random.default_rng(0))
         self.addresses = np.array([row.data_ptr() for row in self.memory], np.uint64)
 
     def __len__(self) -> int:
@@ -58,7 +51,21 @@ class Pool:
         return self.memory[which][: self.size]
 
 
-def random_matrix(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
+def extent_like(matrices: tuple[Matrix, ...], version: Version, rng: np.random.Generator) -> torch.Tensor:
+    """One expert like a trained one: scales of one size, zero points about the middle, biases where it has them."""
+    extent = torch.zeros(version.resident_size(matrices), dtype=torch.uint8)
+    plain = plain_weights(extent, sections_of(matrices, version))
+    for weights in plain:
+        weights.copy_(torch.from_numpy(rng.standard_normal(weights.shape, np.float32) * np.float32(0.02)))
+    if not plain:
+        drawn = [_matrix(m, version.at(i), rng) for i, m in enumerate(matrices)]
+        biases = [rng.integers(0x3D00, 0x3E00, m.rows).astype(np.uint16) if m.bias else None for m in matrices]
+        values = [replace(d, bias=b) for d, b in zip(drawn, biases, strict=True)]
+        version.restore(matrices, version.encode(matrices, values)[0], extent.numpy())
+    return extent
+
+
+def _matrix(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
     if version.zero == "none" and version.released:
         return _released(m, version, rng)
     shape = (m.rows, -(-m.cols // version.group_size))

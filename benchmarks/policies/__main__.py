@@ -6,9 +6,8 @@ Builds one bundle with `bf16`, `w4`, `w3`, `w2` and `w1`. The texts of `--data` 
 session: of each window a prompt at once, and then token by token, its own tokens being put in, so that all policies
 decode the same tokens. At each of three budgets, between all experts at `w2` and all at `bf16`: perplexity; divergence
 from the model served all at `bf16`, with the 95 % interval of its mean over windows; time to first token and time per
-output token; bytes copied while serving, those that a pass waited for and those fetched ahead; bytes of experts that
-passes read in pinned host memory; and the peak of device memory. Then the tables of the policies' own papers
-(claims.py). Without arguments: the model and texts in examples/.
+output token; bytes copied while serving, those that a pass waited for and those fetched ahead; and the peak of device
+memory. Then the tables of the policies' own papers (claims.py). Without arguments: the model and texts in examples/.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ POLICIES = {
     "importance, 4/0": "importance:hi=w4,lo=absent",
     "paged": "paged",
 }
-OTHERS = {"hotness, w4 or pinned": "hotness:hi=w4,lo=w4@pinned,interval=0.2"}  # not in the table: for `--only`
+WINDOWS = 12  # that are served, a file
 
 
 def best_map(bundle: Path, room: int, work: Path) -> str:
@@ -62,54 +61,46 @@ def best_map(bundle: Path, room: int, work: Path) -> str:
     return f"static:{file}"
 
 
-def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: Path, only: Sequence[str]) -> list[Row]:
-    """Rows of policies at all budgets, equal bytes of device memory in each; of all where `only` names none."""
+def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: Path) -> list[Row]:
+    """Rows of all policies at all budgets, equal bytes of device memory in each."""
     low, low_counted = session.run("static:w2", reference=best)
     high = session.load("static:bf16")
     span = high.moepack.resident_bytes_peak - low_counted["peak"]
     high.moepack.close()
     del high
-    rows = [session.row("", "all w2", low, low_counted, best)]
+    rows = [session.row("all w2", low, low_counted, best)]
     for share in shares:
         budget = low_counted["peak"] + int(share * span)
         shown = f"{share:.0%}"
         static = best_map(session.bundle, budget - low_counted["fixed"], work)
-        served = {"static, by loss": static, **POLICIES}
-        for name, policy in {name: OTHERS.get(name) or served[name] for name in only or served}.items():
+        for name, policy in {"static, by loss": static, **POLICIES}.items():
             row: Row = {"budget": shown, "policy": name, "budget MB": budget / 1e6}
             try:
                 got, counted = session.run(policy, budget, best)
             except moepack.BudgetExceeded:
                 rows.append({**row, "least MB": session.least(policy) / 1e6})
                 continue
-            rows.append(session.row(shown, name, got, counted, best) | row)
+            rows.append(session.row(name, got, counted, best) | row)
     return rows
 
 
 def main() -> None:
     """Parse arguments, build, serve, print."""
-    parser = model_arguments(__doc__, 192)
-    parser.add_argument("--windows", type=int, default=12, help="windows to serve, a file")
-    named = [*POLICIES, *OTHERS]
-    parser.add_argument("--only", nargs="+", choices=named, default=(), metavar="POLICY", help=f"of {', '.join(named)}")
-    parser.add_argument("--shares", nargs="+", type=float, default=SHARES, help="budgets, all w2: 0, all bf16: 1")
+    parser = model_arguments(__doc__)
     args = parser.parse_args()
     quiet_libraries()
-    if args.quick:
-        args.windows = 2
-        args.samples = 32
-    prompt, tokens = (48, 16) if args.quick else (128, 64)
-    shares = SHARES[1:2] if args.quick else args.shares
+    prompt, tokens, count, samples = (48, 16, 2, 32) if args.quick else (128, 64, WINDOWS, 192)
+    shares = SHARES[1:2] if args.quick else SHARES
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        bundle = built(args, work / "bundle", "bf16, w4, w3, w2, w1")
+        bundle = built(args, work / "bundle", "bf16, w4, w3, w2, w1", samples)
         tokenizer = load_tokenizer(bundle)
-        served = [Text(Path(n).stem, windows(n, tokenizer, prompt + tokens, args.windows)) for n in texts(args)[1]]
+        served = [Text(Path(n).stem, windows(n, tokenizer, prompt + tokens, count)) for n in texts(args)[1]]
         session = Session(bundle, served, prompt)
         best, counted = session.run("static:bf16")
-        rows = [session.row("", "all bf16", best, counted, best), *at_budgets(session, best, shares, work, args.only)]
-        claims, targets = ([], []) if args.only else similarity(session, work)
-        for measure in () if args.quick or args.only else (selector, retention, prefetch, residency):
+        rows = [session.row("all bf16", best, counted, best), *at_budgets(session, best, shares, work)]
+        claims, targets = similarity(session, work)
+        for measure in () if args.quick else (selector, retention, prefetch, residency):
             more, others = measure(session, best)
             claims = [*claims, *more]
             targets = [*targets, *others]

@@ -134,18 +134,14 @@ def residency(session: Session, best: Decoded) -> tuple[Rows, list[Target]]:
     """Time a token by alpha, the share of experts whose coded bytes stay on the device (fluxmoe, figure 6).
 
     Each row has the bytes of the window, two layers' experts in BF16, and of its share of coded bytes. So nothing
-    beyond the window stays decoded. Half of the coded bytes are also served by the alpha that bandwidths give, with and
-    without loading the next layer ahead. All rows have the same bits.
+    beyond the window stays decoded. All rows have the same bits.
     """
     least = session.least("paged")
     coded = session.coded_bytes()
-    shares = {f"alpha={a}": (f"paged:alpha={a},interval=1e9", a) for a in (0.05, 0.25, 0.5, 0.75, 1.0)}
-    shares["alpha by bandwidth"] = ("paged:interval=1e9", 0.5)
-    shares["nothing ahead"] = ("paged:interval=1e9,ahead=no", 0.5)
     rows: Rows = []
-    for shown, (policy, share) in shares.items():
-        budget = least + int(share * coded)
-        rows += _table(session, best, "paged: alpha", {shown: policy}, budget)
+    for alpha in (0.05, 0.25, 0.5, 0.75, 1.0):
+        policies = {f"alpha={alpha}": f"paged:alpha={alpha},interval=1e9"}
+        rows += _table(session, best, "paged: alpha", policies, least + int(alpha * coded))
     return rows, [Target("paged: KL to all bf16", max(r["KL, mnat"] for r in rows), 0, "lower")]
 
 
@@ -154,7 +150,7 @@ def _table(session: Session, best: Decoded, name: str, policies: dict[str, str],
     rows = []
     for shown, policy in policies.items():
         got, counted = session.run(policy, budget, best)
-        row = session.row("", policy, got, counted, best)
+        row = session.row(policy, got, counted, best)
         row |= {"MB in time": counted["prefetch_in_time"] / 1e6, "MB late": counted["prefetch_late"] / 1e6}
         nll = statistics.fmean(x for values in got.nll.values() for x in values)
         rows.append({"table": name, "what": shown, **row, "NLL, all texts": nll})

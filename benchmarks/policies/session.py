@@ -13,29 +13,11 @@ from benchmarks.common import Row, least_budget
 from benchmarks.decoding import Decoded, Text, decode
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import PAGE, align
-from moepack.runtime.experts.handles import seen
-from moepack.runtime.policies.placements import Where
-from moepack.runtime.policies.reducers import RouterOutput
-from moepack.runtime.step.context import current
 
 if TYPE_CHECKING:
     from moepack.runtime.served_model import ServedModel
 
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
-
-
-class ReadInPlace:
-    """Bytes of experts that passes read in pinned host memory, each expert once a pass; a `RoutingCounter`."""
-
-    bytes = 0
-
-    def add(self, position: int, routing: RouterOutput) -> None:
-        """Count a layer's experts."""
-        step = current()
-        assert step is not None
-        handles = seen(step)[position].handles
-        chosen = [handles[e] for e in set(routing.index.flatten().tolist()) if e < len(handles)]
-        self.bytes += sum(h.extent.numel() for h in chosen if h.where is Where.PINNED)
 
 
 class Session:
@@ -86,31 +68,24 @@ class Session:
             served = model.moepack
             decode(model, [Text("warm", self.texts[0].ids[:1])], self.prompt)
             before = served.counters()
-            in_place = ReadInPlace()
-            served.count_routing(in_place)
             got = decode(model, self.texts, self.prompt, reference)
             counted = {name: n - before[name] for name, n in served.counters().items()}
             counted["peak"], counted["fixed"] = served.resident_bytes_peak, served.fixed.total
-            counted["in_place"] = in_place.bytes
             return got, counted
         finally:
             model.moepack.close()
             del model
             gc.collect()
 
-    def row(self, share: str, policy: str, got: Decoded, counted: Row, best: Decoded) -> Row:
+    def row(self, policy: str, got: Decoded, counted: Row, best: Decoded) -> Row:
         """One line of the table."""
-        out: Row = {"budget": share, "policy": policy}
+        out: Row = {"policy": policy}
         out |= {text.name: got.perplexity(text.name) for text in self.texts}
         if got is not best:
             kl = got.divergence()
-            rise = got.rise(best)
             out |= {"KL, mnat": 1000 * kl.value, "+-": 1000 * kl.half}
-            out |= {"NLL rise, mnat": 1000 * rise.value, "rise +-": 1000 * rise.half}
         out["TTFT ms"] = 1000 * statistics.median(got.ttft)
         out["TPOT p50 ms"] = 1000 * statistics.median(got.tpot)
-        out["TPOT p99 ms"] = 1000 * statistics.quantiles(got.tpot, n=100)[98]
         out |= {"MB copied": counted["bytes_moved"] / 1e6, "MB demand": counted.get("demand_bytes", 0) / 1e6}
         out |= {"MB ahead": counted.get("prefetch_bytes", 0) / 1e6, "waits": counted["forward_waits"]}
-        out["MB in place"] = counted["in_place"] / 1e6
         return out | {"MB host": counted.get("host_bytes", 0) / 1e6, "peak MB": counted["peak"] / 1e6}

@@ -15,7 +15,6 @@ answers. `--quick` runs all three on a small model of random weights.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import sys
@@ -34,76 +33,74 @@ from .make import MARK, make, tokens_of, written
 from .source import SourceError, cache, dense, generated, source
 from .texts import DOMAINS
 
+WORKERS = 2  # branches trained at a time, 3 GB each beside 5 GB
+
 
 def main() -> None:
     """Parse arguments, make, measure."""
     parser = arguments(__doc__)
     parser.add_argument("--make", action="store_true", help="train and save it; two cores take 20 minutes to an hour")
     parser.add_argument("--source", type=Path, help="the released GGUF file, where it cannot be fetched")
-    parser.add_argument("-o", "--output", type=Path, default=cache() / "model", help="where the model goes, or is")
-    parser.add_argument("--steps", type=int, default=upcycle.Training().steps, help="of each branch and the routers")
-    parser.add_argument("--workers", type=int, default=2, help="branches trained at a time, 3 GB each beside 5 GB")
     parser.add_argument("--versions", action="store_true", help="build it by recipes, and evaluate their versions")
     args = parser.parse_args()
     if args.make and args.versions:
         parser.error("--make and --versions are two commands")
-    if min(args.workers, args.steps) < 1:
-        parser.error("--workers and --steps are at least 1")
     if importlib.util.find_spec("gguf") is None:
         parser.error("the released file is read by gguf: pip install gguf")
     quiet_libraries()
+    made = cache() / "model"
     try:
         if args.quick:
-            _quick(args)
+            _quick(args.json)
         elif args.make:
-            _make(args, source(args.source), cache(), upcycle.Training(steps=args.steps))
-        elif not (args.output / MARK).is_file():
-            parser.error(f"{args.output} has no model made by this command: add --make")
+            _make(source(args.source), made, cache(), upcycle.Training())
+        elif not (made / MARK).is_file():
+            parser.error(f"{made} has no model made by this command: add --make")
         elif args.versions:
-            _versions(args, count=6, each=30)
+            _versions(made, args.json, count=6, each=30)
         else:
-            _what_it_is(args, source(args.source), count=16)
+            _what_it_is(source(args.source), made, args.json, count=16)
     except (SourceError, InputError, OSError) as error:
         sys.exit(str(error))
 
 
-def _quick(args: argparse.Namespace) -> None:
+def _quick(out: Path | None) -> None:
     """All three commands on a small generated model."""
     with tempfile.TemporaryDirectory() as work:
-        args.output = Path(work) / "model"
+        made = Path(work) / "model"
         released = generated(Path(work) / "released")
-        _make(args, released, Path(work), upcycle.Training(steps=2, length=128, rank=2))
-        _what_it_is(args, released, count=2)
-        _versions(args, count=2, each=2)
+        _make(released, made, Path(work), upcycle.Training(steps=2, length=128, rank=2))
+        _what_it_is(released, made, out, count=2)
+        _versions(made, out, count=2, each=2)
 
 
-def _make(args: argparse.Namespace, released: Path, stages: Path, training: upcycle.Training) -> None:
+def _make(released: Path, made: Path, stages: Path, training: upcycle.Training) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a sum over several depends on how many there are
-    make(released, args.output, stages, training, args.workers)
+    make(released, made, stages, training, WORKERS)
     torch.set_num_threads(threads)
 
 
-def _what_it_is(args: argparse.Namespace, released: Path, count: int) -> None:
+def _what_it_is(released: Path, made: Path, out: Path | None, count: int) -> None:
     model, tokenizer = dense(released)
     whole = {domain: upcycle.windows(tokens_of(tokenizer, domain, held=True), 512) for domain in DOMAINS}
     held = {domain: measure.spread(rows, count) for domain, rows in whole.items()}
-    rows, targets, more = measure.measured(model, args.output, held, tokenizer.eos_token_id)
-    more["made"] = json.loads((args.output / MARK).read_text())
+    rows, targets, more = measure.measured(model, made, held, tokenizer.eos_token_id)
+    more["made"] = json.loads((made / MARK).read_text())
     print(", ".join(f"{name}: {value:.3g}" for name, value in more["weights"].items()))
-    finish("the upcycled model and its source", rows, targets, args.json, more)
+    finish("the upcycled model and its source", rows, targets, out, more)
 
 
-def _versions(args: argparse.Namespace, count: int, each: int) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(args.output)
+def _versions(made: Path, out: Path | None, count: int, each: int) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(made)
     with tempfile.TemporaryDirectory() as work:
         calibration = [written(Path(work), tokenizer, domain, held=False) for domain in DOMAINS]
         data = [written(Path(work), tokenizer, domain, held=True) for domain in DOMAINS]
-        rows = versions.compared(args.output, Path(work), tokenizer, calibration, data, count, each)
+        rows = versions.compared(made, Path(work), tokenizer, calibration, data, count, each)
     shares = versions.at_equal_bits(rows, "uniform", "default")
     name = "of uniform's divergence at equal bits of experts"
     targets = [Target(f"default {version}: {name}", left, 0.75, "lower") for version, left in shares.items()]
-    finish("versions of the upcycled model", rows, targets, args.json)
+    finish("versions of the upcycled model", rows, targets, out)
 
 
 if __name__ == "__main__":

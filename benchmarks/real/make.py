@@ -36,7 +36,7 @@ def make(released: Path, output: Path, stages: Path, training: upcycle.Training,
     """
     output = output.resolve()
     if output.exists() and not (output / MARK).is_file():
-        raise SourceError(f"{output} is there, and was not made by this command: name another --output")
+        raise SourceError(f"{output} is there, and was not made by this command")
     model, tokenizer = dense(released)
     data = {domain: upcycle.windows(tokens_of(tokenizer, domain), training.length) for domain in DOMAINS}
     work = stages / f"stages-{_digest(released, training, data)}"
@@ -52,7 +52,7 @@ def make(released: Path, output: Path, stages: Path, training: upcycle.Training,
         for job in jobs:
             job.result()
     except BrokenProcessPool:
-        raise SourceError("the process of a branch was killed: is there memory for so many --workers?") from None
+        raise SourceError("the process of a branch was killed: is there memory for two?") from None
     finally:
         pool.shutdown(cancel_futures=True)
     mixture = upcycle.experts_of(model)

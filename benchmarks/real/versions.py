@@ -81,10 +81,8 @@ def scored(
         "KL": score.kl or "",
         "KL, 95 %": _interval(score.kl_interval),
         "perplexity": score.perplexity,
-        "top-1 %": "" if score.top1_agreement is None else 100 * score.top1_agreement,
         "right answers %": 100 * share.mean,
         "95 %": f"{100 * share.low:.0f} to {100 * share.high:.0f}",
-        "by kind": {kind: sum(outcomes) / len(outcomes) for kind, outcomes in right.items()},
     }
 
 

@@ -24,24 +24,20 @@ from benchmarks.common import built, finish, model_arguments, texts
 from moepack.runtime.patches import quiet_libraries
 
 from .decoding import tpot
-from .quality import quality
+from .quality import WINDOWS, quality
 
 
 def main() -> None:
     """Parse arguments, build, serve, print."""
-    parser = model_arguments(__doc__, 192)
-    parser.add_argument("--windows", type=int, default=128, help="windows to serve, a file")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a window")
+    parser = model_arguments(__doc__)
     args = parser.parse_args()
     quiet_libraries()
     _, data = texts(args)
-    if args.quick:
-        args.windows = 32
-        args.samples = 32
+    samples, windows = (32, 32) if args.quick else (192, WINDOWS)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        bundle = built(args, work / "bundle", "bf16, w4, w3, w2", length=256)
-        rows, targets = quality(bundle, data, args, work)
+        bundle = built(args, work / "bundle", "bf16, w4, w3, w2", samples)
+        rows, targets = quality(bundle, data, windows, work)
         more, others = tpot(bundle, args.quick)
     finish(f"residency of {args.checkpoint.name}", [*rows, *more], [*targets, *others], args.json)
 

@@ -32,15 +32,11 @@ def tpot(bundle: Path, quick: bool) -> tuple[list[Row], list[Target]]:
     halves = [dict.fromkeys(keys[i::2][:-8], 0) for i in range(2)]  # with room for a KV reserve
     turns, steps = (4, 40) if quick else (16, 100)  # of decoding, half of them with promotions; tokens of each
     times: dict[bool, list[float]] = {False: [], True: []}
-    moved = 0
-    seconds = 0.0
     with torch.inference_mode():
         for turn in range(turns):
             forced = bool(turn % 2)
             run = reading(model)
             run(torch.ones(1, 32, dtype=torch.long))
-            before = live.device.moved
-            began_at = time.perf_counter()
             for step in range(steps):
                 if forced and not live.transitions.queues().updates and not len(live.residency.flying):
                     halves.reverse()
@@ -50,8 +46,6 @@ def tpot(bundle: Path, quick: bool) -> tuple[list[Row], list[Target]]:
                 run(token)
                 times[forced].append(time.perf_counter() - began)
             if forced:
-                moved += live.device.moved - before
-                seconds += time.perf_counter() - began_at
                 live.transitions.want({})
                 while len(live.residency.flying):
                     time.sleep(0.001)
@@ -62,8 +56,7 @@ def tpot(bundle: Path, quick: bool) -> tuple[list[Row], list[Target]]:
         row: Row = {"budget": "", "policy": "TPOT, swaps at the rate limit" if forced else "TPOT, none"}
         row["TPOT median ms"] = 1000 * statistics.median(values)
         row["TPOT p99 ms"] = 1000 * statistics.quantiles(values, n=100)[98]
-        row |= {"promotions": counts.promotions * forced, "demotions": counts.demotions * forced}
-        row |= {"MB copied": moved / 1e6 * forced, "MB/s": moved / seconds / 1e6 * forced, "waits": live.waits}
+        row |= {"promotions": counts.promotions * forced, "waits": live.waits}
         rows.append(row)
     over = {what: rows[1][f"TPOT {what} ms"] / rows[0][f"TPOT {what} ms"] for what in ("median", "p99")}
     return rows, [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
@@ -20,6 +19,8 @@ LOW = "w2"
 PLENTY = 1 << 40  # bytes: a budget that nothing comes near
 INTERVAL = 0.1  # T_u in seconds: these sessions are short
 RATE = 200  # megabytes a second for promotions
+WINDOWS = 80  # that are served, a file
+LENGTH = 128  # tokens of each
 SHARES = (0.2, 0.4, 0.6)  # of the way from all-low to all-bf16
 
 
@@ -47,18 +48,18 @@ def planned(bundle: Path, policy: str) -> Plan:
         return served.manager.plan
 
 
-def quality(bundle: Path, data: list[str], options: argparse.Namespace, work: Path) -> tuple[list[Row], list[Target]]:
+def quality(bundle: Path, data: list[str], windows: int, work: Path) -> tuple[list[Row], list[Target]]:
     """Rows by budget and policy, and whether hotness wins where the workload has shifted."""
     names = [Path(f).stem for f in data]
 
     def score(policy: str, memory: int | None = None, files: list[str] = data, trace: Path | None = None) -> Evaluation:
         served = LoadOptions(policy=policy, device_memory=memory)
-        return evaluate(bundle, files, served, length=options.length, samples=options.windows, trace=trace)
+        return evaluate(bundle, files, served, length=LENGTH, samples=windows, trace=trace)
 
     def row(share: str, policy: str, got: Evaluation) -> Row:
         out: Row = {"budget": share, "policy": policy}
         out |= {n: f.perplexity for n, f in zip(names, got.files, strict=True)}
-        out |= {"promotions": got.promotions, "demotions": got.demotions, "MB copied": got.bytes_moved / 1e6}
+        out |= {"promotions": got.promotions, "MB copied": got.bytes_moved / 1e6}
         out |= {"waits": got.forward_waits, "tokens/s": got.tokens_per_second}
         return out | {"peak MB": got.resident_bytes_peak / 1e6}
 

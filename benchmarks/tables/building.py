@@ -35,18 +35,6 @@ def _version(row: Row, first: Row) -> list[str]:
 
 
 @shown
-def trellis() -> str:
-    """Affine and trellis versions at their bits, on the upcycled model."""
-    out = []
-    for row in results("trellis")["rows"]:
-        if "KL" in row:
-            left = f"{row['of affine']:.2f}" if "of affine" in row else ""
-            divergence = f"{1e3 * row['KL']:.1f} ± {1e3 * row['+-']:.1f}"
-            out.append([f"`{row['version']}`", f"{row['bits/weight']:.2f}", divergence, left])
-    return table(["version", "bits a weight", "KL, mnat", "of affine versions at these bits"], out)
-
-
-@shown
 def real() -> str:
     """The upcycled model beside its source, by text."""
     out = []

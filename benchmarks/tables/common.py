@@ -11,23 +11,7 @@ from benchmarks.common import Row
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = (
-    ROOT / "README.md",
-    *sorted((ROOT / "docs" / "benchmarks").glob("*.md")),
-    *sorted((ROOT / "docs" / "design").glob("*.md")),
-    ROOT / "docs" / "contexts.md",
-    ROOT / "docs" / "export.md",
-    ROOT / "docs" / "families.md",
-    ROOT / "docs" / "formats.md",
-    ROOT / "docs" / "gpu.md",
-    ROOT / "docs" / "limited.md",
-    ROOT / "docs" / "memory.md",
-    ROOT / "docs" / "papers.md",
-    ROOT / "docs" / "policies.md",
-    ROOT / "docs" / "quality.md",
-    ROOT / "docs" / "reliability.md",
-    ROOT / "docs" / "server.md",
-)
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TEXTS = {"wikitext2-test": "WikiText-2 test", "gsm8k-test": "GSM8K test", "humaneval": "HumanEval"}
 TABLES: dict[str, Callable[[], str]] = {}  # by the name that stands in the document
 

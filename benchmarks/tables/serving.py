@@ -78,18 +78,6 @@ def _each(rows: list[Row], key: str, how: str) -> str:
     return ", ".join(f"{row[key]:{how}}" if key in row else "-" for row in rows)
 
 
-@shown
-def pinned() -> str:
-    """What policies move and read in pinned host memory, at equal bytes."""
-    rows = [row for row in results("policies-pinned")["rows"] if row["budget"]]
-    names = dict(zip(dict.fromkeys(row["budget"] for row in rows), ("35 %", "60 %"), strict=True))
-    out = []
-    for row in rows:
-        moved = [_megabytes(row[k]) for k in ("MB demand", "MB copied", "MB in place")]
-        out.append([names[row["budget"]], row["policy"], *moved, f"{row['waits']:,}"])
-    return table(["cache", "policy", "waited for", "copied, in all", "read in place", "waits"], out)
-
-
 def _megabytes(size: float) -> str:
     if not size:
         return ""

@@ -159,7 +159,7 @@ def test_a_killed_run_keeps_its_rows(small, monkeypatch):
     monkeypatch.setattr(Stage, "run", killed)
     out = small.work / "day.json"
     with pytest.raises(KeyboardInterrupt):
-        day.measure(small, {"machine": ["launch", "copy inside the device"]}, 1.0, None, out, day.begun(out, small))
+        day.measure(small, {"machine": ["launch", "copy inside the device"]}, 1.0, out, day.begun(out, small))
     assert [(r["row"], r["value"]) for r in json.loads(out.read_text())["rows"]] == [("launch", 3.0)]
 
 

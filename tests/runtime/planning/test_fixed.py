@@ -19,7 +19,6 @@ from moepack.pack.spec import Matrix
 from moepack.reports.plan import plan
 from moepack.runtime.experts import backends
 from moepack.runtime.kv.growing import SPARE
-from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.measure import Workload, dense_arena, dense_bytes, dense_shapes, measure
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
@@ -203,27 +202,6 @@ def test_a_pass_waits_until_experts_have_left(bundle):
     assert counters["kv_waits"] >= 1 and counters["forward_waits"] == 0 and model.moepack.caches.waited > 0
     assert sum(row.count("bf16") for row in model.moepack.versions) < high and tracker.peak <= tracker.budget
     model.moepack.close()
-
-
-def test_other_caches_and_none(bundle):
-    """Static caches take all at once; passes without a cache take none; longer passes pay for their activations."""
-    from transformers import StaticCache
-
-    model = served(bundle, "static:w2", 2_000_000, prefill_tokens=128)
-    tracker, watch = model.moepack.tracker, model.moepack.caches
-    with torch.inference_mode():
-        model(ids(100), use_cache=False)
-        assert tracker.held("kv") == 0
-        cache = StaticCache(model.config, max_cache_len=700)
-        model(ids(10), past_key_values=cache)
-        assert watch.used == cache_bytes(cache) >= 700 * TOKEN and tracker.held("kv") >= watch.used
-        del cache
-        assert watch.used == 0
-        with pytest.raises(InputError, match="held back for activations"):
-            model(ids(3000), use_cache=False)
-        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-        plain = model.generate(ids(20), **options)
-        assert torch.equal(plain, model.generate(ids(20), cache_implementation="static", **options))
 
 
 # --- what the process takes

@@ -43,17 +43,6 @@ def test_a_round_that_fails_is_seen_and_tried_again(bundle, caplog):
     assert moepack.load(bundle, policy="static:w2").moepack.health()["worker"] == "none"
 
 
-def test_closing_while_rounds_fail_ends_the_threads(bundle):
-    before = ours()
-    model = load(bundle)
-    live = model.moepack.manager
-    live.policy.decide = lambda event: 1 / 0
-    wait_for(lambda: live.worker.failures > 0, model)
-    model.moepack.close()
-    assert not ours() - before
-    assert not live.store._files
-
-
 def test_a_finalizer_on_the_workers_own_thread(bundle):
     """The collector may end a model on its own worker, between any two of its instructions."""
     before = ours()

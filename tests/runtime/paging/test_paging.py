@@ -70,7 +70,7 @@ def test_the_same_bits_as_all_resident(bundle, plain, options, room):
 
 
 @pytest.mark.parametrize("way", ["reference", "float32"])
-def test_other_kernels(bundle, plain, way, monkeypatch):
+def test_other_kernels(bundle, way, monkeypatch):
     """Where experts are run by torch, padding's experts may be missing; or multiplied by tiles."""
     dtype = torch.float32 if way == "float32" else "auto"
     if way == "reference":

@@ -66,7 +66,6 @@ FULL: dict[str, str] = {
     # Products, and what the same code passes elsewhere
     "moepack/server/test_kept_states.py::test_kept_states_are_in": "server/test_prefixes; the other tests of states",
     "runtime/paging/test_in_place.py::test_the_same_bits": "paging/test_paging; test_steps_take_turns",
-    "runtime/planning/test_fixed.py::test_the_reserve_grows": "residency/test_kv_reserve; test_a_pass_waits",
     "whole/test_quality.py::test_perplexity[shared]": "the larger model; the example's",
     "whole/test_quality.py::test_losses[shared]": "the larger model, which is built; the example's",
     "whole/test_quality.py::test_the_default_recipe_loses_less_at_equal_bytes": "two builds; pipeline/test_recipe",

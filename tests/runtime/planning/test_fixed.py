@@ -18,7 +18,6 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix
 from moepack.reports.plan import plan
 from moepack.runtime.experts import backends
-from moepack.runtime.kv.growing import SPARE
 from moepack.runtime.planning.measure import Workload, dense_arena, dense_bytes, dense_shapes, measure
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
@@ -165,29 +164,6 @@ def test_what_does_not_fit_is_refused_before_it_runs(bundle, policy):
         if policy == "static:w2":
             assert torch.equal(model(ids(40), use_cache=False).logits, want)
     assert tracker.peak <= tracker.budget and model.moepack.counters()["forward_waits"] == 0
-    model.moepack.close()
-
-
-def test_the_reserve_grows_ahead_and_shrinks(bundle):
-    model = served(bundle, HOT, 1_500_000, kv_tokens=64)
-    tracker, watch = model.moepack.tracker, model.moepack.caches
-
-    with torch.inference_mode():
-        cache = model(ids(60)).past_key_values
-        assert tracker.held("kv") == 0 and watch.used == 60 * TOKEN, "within the asked tokens nothing happens"
-        for n in range(61, 300):
-            cache = model(ids(1), past_key_values=cache).past_key_values
-            assert tracker.held("kv") + 64 * TOKEN >= watch.used and tracker.reserved <= tracker.budget
-            assert n * TOKEN <= watch.used <= (64 if n <= 64 else n + SPARE) * TOKEN
-        assert tracker.held("kv") > (300 - 64) * TOKEN, "a step ahead of need"
-        assert watch.waits <= 1, "but for the first token past the asked ones, none waits"
-        two = model(ids(30, batch=2), use_cache=True).past_key_values
-        assert (299 + 60) * TOKEN <= watch.used <= (299 + SPARE + 60) * TOKEN
-        del cache
-        assert watch.used == 60 * TOKEN
-        wait_for(lambda: tracker.held("kv") == 0)
-        del two
-    assert watch.used == 0 and model.moepack.counters()["forward_waits"] == 0
     model.moepack.close()
 
 

@@ -1,8 +1,6 @@
 """What may fail while versions change, what is seen of it, and how serving ends: real threads, on the CPU."""
 
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
@@ -12,17 +10,6 @@ from support import PATIENCE
 import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime.store.files import Stored
-
-
-def test_the_threads_end_with_the_model(bundle):
-    before = ours()
-    model = load(bundle)
-    wait_for(lambda: sorted(t.name for t in ours() - before) == ["moepack-migration", "moepack-transitions"])
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    wait_for(lambda: not ours() - before)
 
 
 def test_a_round_that_fails_is_seen_and_tried_again(bundle, caplog):

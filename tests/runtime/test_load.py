@@ -1,4 +1,4 @@
-"""Serving: versions as `pack` defines them, static policies, the forward against transformers' own, the plug-in."""
+"""Serving: static policies, the forward against transformers' own, the plug-in."""
 
 import inspect
 import json

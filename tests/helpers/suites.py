@@ -17,7 +17,6 @@ WITHOUT_FULL = "not full"  # pytest's -m in `make test`
 # `make test` or `.ci/run` proves what is needed at every commit.
 FULL: dict[str, str] = {
     # Processes, packages and programs of others
-    "runtime/test_downstream.py::test_a_finder_of_batch_sizes": "accelerate's search runs out of memory on purpose",
     "moepack/engines/test_served.py::test_an_engine_of_other_parts": "processes; the other tests have stand-ins",
     "whole/test_lacking.py::test_without_linux": "calls of Linux are added rarely; test_without_any runs the commands",
     "docs/test_commands": "documents are typed; `make demo` runs the README's main job",
@@ -67,8 +66,6 @@ FULL: dict[str, str] = {
     # Products, and what the same code passes elsewhere
     "moepack/server/test_kept_states.py::test_kept_states_are_in": "server/test_prefixes; the other tests of states",
     "runtime/paging/test_in_place.py::test_the_same_bits": "paging/test_paging; test_steps_take_turns",
-    "runtime/planning/test_fixed.py::test_the_reserve_grows": "residency/test_kv_reserve; test_a_pass_waits",
-    "runtime/residency/test_manager.py::test_eval_counts": "reports/test_evaluate",
     "whole/test_quality.py::test_perplexity[shared]": "the larger model; the example's",
     "whole/test_quality.py::test_losses[shared]": "the larger model, which is built; the example's",
     "whole/test_quality.py::test_the_default_recipe_loses_less_at_equal_bytes": "two builds; pipeline/test_recipe",
@@ -118,7 +115,6 @@ FEW: dict[str, tuple[str, ...]] = {
     "runtime/paging/test_paging.py::test_families": ("[gpt_oss]",),
     "runtime/planning/test_skeleton.py::test_leaving_out_repeated": ("[glm4_moe-3]",),
     "runtime/test_compile.py::test_a_whole_graph": ("[hotness]",),
-    "runtime/test_profile.py::test_ones_own_traffic": ("[python]",),
     "whole/test_native.py::test_dense_matrices_stay": ("[fp8 blocks]",),
     "moepack/pipeline/test_identity.py::test_a_stopped_calibrate": ("[1-False-again0]",),
     "moepack/pipeline/test_identity.py::test_a_stopped_build_then": ("[_keep_hidden-1]",),

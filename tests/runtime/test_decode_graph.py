@@ -37,7 +37,6 @@ allocation: {average_bits: 4}
 LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 PINNED = LIVE.replace("lo=w2", "lo=w2@pinned")
 PAGED = "paged:lo=pinned,interval=0.02,rate=0"
-WHOLE = PAGED + ",resident=1"  # all fit uncompressed until a cache takes their memory
 # Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their sum
 A_LAYER = 15
 BESIDE = 22  # of a step: embedding, positions, mask, angles, the last norm and lm_head
@@ -81,7 +80,7 @@ class Served:
     def __init__(self, path, policy=LIVE, dense="bf16", tokens=2 * TOKENS):
         given = {"kv_tokens": tokens, "prefill_tokens": TOKENS, "dtype": torch.float32, "dense": dense}
         # Under `paged` caches take of it, too
-        room = {PAGED: 4 * ROOM, WHOLE: 8 * ROOM}.get(policy, ROOM)
+        room = 4 * ROOM if policy == PAGED else ROOM
         self.model = load(path, policy, room=room, **given)
         if (manager := self.model.moepack.manager) is not None:
             ended = threading.Event()

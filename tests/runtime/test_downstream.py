@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from huggingface_hub import constants
-from live_models import least, plain_twin
+from live_models import plain_twin
 from support import ids, load_for_logits
 from transformers import AutoModelForCausalLM
 
@@ -105,33 +105,6 @@ def test_a_pass_after_close_says_so_at_once(bundle, policy, memory):
         routed = torch.zeros(1, 128, dtype=model.dtype), torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2)
         with pytest.raises(InputError, match="was closed"):
             model.model.layers[0].mlp.experts(*routed)
-
-
-def test_a_finder_of_batch_sizes_finds_one_that_fits(bundle):
-    """A refusal by the budget counts as out of memory, whether a pass or a load is refused."""
-    from accelerate.utils import find_executable_batch_size
-
-    workload = {"prefill_tokens": 64, "all_logits": True}
-    budget = {"policy": "static:w2", "device_memory": least(bundle, "static:w2", **workload) + 4_000_000, **workload}
-    model = load_for_logits(bundle, **budget)
-
-    @find_executable_batch_size(starting_batch_size=16)
-    def run(batch: int) -> int:
-        with torch.inference_mode():
-            model(torch.ones(batch, 64, dtype=torch.long), use_cache=False)
-        return batch
-
-    @find_executable_batch_size(starting_batch_size=8)
-    def load(batch: int) -> int:
-        load_for_logits(bundle, batch=batch, **budget).moepack.close()
-        return batch
-
-    assert 1 < run() < 16 and 1 < load() < 8
-    with pytest.raises(torch.OutOfMemoryError, match="the budget of"), torch.inference_mode():
-        model(torch.ones(64, 64, dtype=torch.long), use_cache=False)
-    with pytest.raises(moepack.BudgetExceeded, match="is 1000"):
-        load_for_logits(bundle, **{**budget, "device_memory": 1000})
-    model.moepack.close()
 
 
 # --- training beside it

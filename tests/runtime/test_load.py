@@ -1,4 +1,4 @@
-"""Serving: versions as `pack` defines them, static policies, the forward against transformers' own, the plug-in."""
+"""Serving: static policies, the forward against transformers' own, the plug-in."""
 
 import inspect
 import json
@@ -9,34 +9,17 @@ from dataclasses import fields
 import pytest
 import torch
 from live_models import plain_twin
-from support import damage, flip, load_for_logits
+from support import flip, load_for_logits
 from support import ids as token_ids
 from transformers.quantizers.base import HfQuantizer
 
 import moepack
 from moepack.pack.errors import BundleError, InputError, naming_flags
 from moepack.pack.reader import open_bundle
-from moepack.runtime.attach import load_map
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.plugin import MoepackQuantizer
 from moepack.runtime.policies.maps import static_map
 from moepack.runtime.policies.registry import parse_policy
-
-
-@pytest.mark.parametrize("version", ["bf16", "w4", "w3", "w2", "w1"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_served_weights_are_packs_weights(bundle, version, dtype):
-    opened = open_bundle(bundle)
-    layer = load_map(opened, ((version,) * 16,) * 4, [torch.device("cpu")] * 4)[1]
-    described = opened.manifest.version(version)
-    for expert in (0, 15):
-        decoded = described.decode(opened.layers[1].matrices, opened.extent(version, 1, expert))
-        for m, matrix in enumerate(decoded):
-            if described.plain:
-                exact = torch.from_numpy(matrix.weight).view(torch.bfloat16)
-            else:
-                exact = torch.from_numpy(matrix.dequantise(described))
-            assert torch.equal(layer.current.weight(expert, m, dtype), exact.to(dtype))
 
 
 def test_mixed_versions_in_one_layer(bundle, demo_model, tmp_path):
@@ -112,14 +95,6 @@ def test_the_best_version_that_is_here_is_the_default(damaged):
 
 
 # --- damage
-
-
-@pytest.mark.parametrize("version", ["bf16", "w2"])
-def test_damaged_extents_are_never_served(damaged, version):
-    damage(damaged, version, 1, [7])
-    with pytest.raises(BundleError, match=f"layer 1, expert 7, version {version}"):
-        moepack.load(damaged, policy=f"static:{version}")
-    moepack.load(damaged, policy="static:w4")
 
 
 def test_damaged_dense_tensors_are_never_served(damaged):

@@ -6,19 +6,16 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from live_models import wait_for
-from support import ROOT, for_logits, ids
+from live_models import load, wait_for
+from support import for_logits, ids
 
 import moepack
 import moepack.runtime.profile as profiles
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle, variant
 from moepack.reports.plan import plan
-from moepack.runtime.planning.options import LoadOptions
+from moepack.reports.profile import make_profile
 from moepack.runtime.profile import kept, profiled, read_profile, write_profile
-
-DATA = ROOT.parent / "shared" / "data"
-CACHED = "hotness:hi=w4,lo=stored,between=no"
 
 
 def some(bundle):
@@ -46,6 +43,21 @@ def test_calibration_keeps_a_little_weight(bundle, tmp_path):
         assert np.allclose(new.tokens, np.arange(len(old.tokens)) + 256 * old.tokens / old.tokens.sum())
         assert (new.relative == old.relative).all()
     assert profiled(opened, None) is opened
+
+
+def test_a_texts_profile_has_all_its_tokens(bundle, evaluation, tmp_path):
+    """Two windows of 32, of which each token chooses two experts in each layer."""
+    made = make_profile(bundle, [str(evaluation)], tmp_path / "p", length=32, samples=2)
+    assert made.tokens == 64
+    assert [int(row.sum()) for row in read_profile(tmp_path / "p", open_bundle(bundle))] == [128] * 4
+
+
+def test_ones_own_traffic_is_in_memory_before_any_token(bundle, tmp_path):
+    """Of a profile that saw the last four experts of each layer, in a budget for as many as those."""
+    opened, file = open_bundle(bundle), tmp_path / "p"
+    write_profile(file, opened, [[0] * 12 + [1 << 40] * 4] * 4)
+    model = load(bundle, "hotness:hi=w4,lo=stored,between=no", room=1, profile=str(file))
+    assert model.moepack.versions == (("stored",) * 12 + ("w4",) * 4,) * 4
 
 
 def edited(key, value):
@@ -114,39 +126,3 @@ def test_traffic_is_saved_now_and_then_and_at_the_end(bundle, tmp_path, monkeypa
             shutil.rmtree(tmp_path)
         assert "the profile is not saved" in caplog.text
         assert len(serving._wrapper.watchers) == 1, "counted once"
-
-
-def waits(bundle, text, tokenizer, **options):
-    """How many experts passes waited for in the first 100 tokens of a text, read one by one."""
-    model = moepack.load(bundle, policy=CACHED, prefill_tokens=1, kv_tokens=128, all_logits=False, **options)
-    with model.moepack as serving, torch.inference_mode():
-        cache = None
-        for token in tokenizer(text).input_ids[:100]:
-            out = model(torch.tensor([[token]]), use_cache=True, past_key_values=cache)
-            cache = out.past_key_values
-        return serving.counters()["forward_waits"]
-
-
-@pytest.mark.skipif(not DATA.is_dir(), reason="the workloads are not here")
-@pytest.mark.parametrize("workload", ["gsm8k", "python"])
-def test_ones_own_traffic_is_right_at_token_zero(workload, bundle, tmp_path):
-    """A profile of other texts of the same kind: passes wait for fewer experts in the first 100 tokens."""
-    from transformers import AutoTokenizer
-
-    from moepack.cli import app
-
-    tokenizer = AutoTokenizer.from_pretrained(bundle)
-    texts = {
-        "gsm8k": (DATA / "gsm8k-train-1500.jsonl", DATA / "gsm8k-test.jsonl"),
-        "python": (DATA / "python-stdlib.jsonl", DATA / "humaneval.jsonl"),
-    }[workload]
-    first = json.loads(texts[1].read_text().splitlines()[3])
-    text = next(x for x in (first.get("text"), first.get("prompt"), *map(str, first.values())) if x)
-    file = tmp_path / "own.json"
-    command = ["profile", str(bundle), str(texts[0]), "-o", str(file), "--length", "128", "--samples", "16", "-q"]
-    app(command, standalone_mode=False)
-    asked = LoadOptions(device_memory=0, policy=CACHED, prefill_tokens=1, kv_tokens=128, all_logits=False)
-    needed = plan(bundle, asked)
-    memory = needed.least_bytes + 16 * 16_384  # half of all experts
-    without, own = (waits(bundle, text, tokenizer, device_memory=memory, profile=x) for x in (None, str(file)))
-    assert own < 0.97 * without, (own, without)

@@ -130,7 +130,7 @@ def test_float16_takes_no_more_memory_than_a_plan_counts(tokens):
     assert live.peak - x.nbytes - made.nbytes <= by_torch.bytes_beside(tokens, 100)
 
 
-def test_siblings_are_made_at_once_and_only_of_the_same_input(monkeypatch):
+def test_siblings_are_made_at_once_and_only_of_the_same_input():
     made = [packed(Matrix("weight", 64, 64), Version.of("w4", 64), i)[0] for i in range(3)]
     group, calls = grouped(made), []
     run = group._products

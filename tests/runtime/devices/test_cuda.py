@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import os
 import random
-import threading
 import time
 from functools import partial
 
@@ -255,16 +254,6 @@ def test_fetches_while_filling(bundle, way, benches, monkeypatch):
 
     at_once(fetch, 3)
     assert not problems and counted["pinned"] >= 20 and counted["staged"] > 5
-
-
-def test_a_fetch_does_not_wait_for_the_filling(bundle, benches, monkeypatch):
-    gate = threading.Event()
-    monkeypatch.setattr("moepack.runtime.store.filling.read_extents", lambda *a: gate.wait(PATIENCE) and {})
-    bench = benches(bundle, "registered", fill=False)
-    bench.device.serve()
-    bench.fetches("bf16", 3, 3)
-    assert bench.device.host()["filling"]
-    gate.set()
 
 
 # --- a GPU

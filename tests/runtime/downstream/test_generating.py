@@ -12,6 +12,7 @@ from support import HOT, PATIENCE, at_once, ids
 from transformers import ContinuousBatchingConfig, TextIteratorStreamer, pipeline
 
 PROMPT = "The history of"
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
 SAMPLED = {"do_sample": True, "temperature": 0.8}
 STATIC = {"cache_implementation": "static", "disable_compile": True}
 LOOKUP = {"prompt_lookup_num_tokens": 3}
@@ -23,7 +24,7 @@ def agree(plain, free, hot):
     """Runs `generate` with the same arguments on the plain model and on bundles, and compares."""
 
     def check(inputs=None, **options):
-        options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, **options}
+        options = {**GREEDY, **options}
         made = []
         for model in (plain, free, hot):
             torch.manual_seed(0)
@@ -76,7 +77,7 @@ def test_streamer(row, free, hot, plain, tokenizer):
     texts = []
     for model in (plain, free, hot):
         streamer = TextIteratorStreamer(tokenizer, timeout=PATIENCE)  # a thread that failed ends nothing
-        options = {"streamer": streamer, "max_new_tokens": 8, "do_sample": False, "use_cache": True}
+        options = {"streamer": streamer, **GREEDY}
         worker = threading.Thread(target=model.generate, args=(ids(8),), kwargs=options)
         worker.start()
         texts.append(list(streamer))
@@ -94,20 +95,18 @@ def test_padding(row, agree, tokenizer):
 @pytest.mark.row("`generate`: `inputs_embeds`; `prefill_chunk_size`")
 def test_embeddings_and_chunks(row, agree, plain, free, hot):
     agree(prefill_chunk_size=4)
-    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
-    made = [m.generate(inputs_embeds=m.get_input_embeddings()(ids(12)), **options) for m in (plain, free, hot)]
+    made = [m.generate(inputs_embeds=m.get_input_embeddings()(ids(12)), **GREEDY) for m in (plain, free, hot)]
     assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
 
 
 @pytest.mark.row("`generate` in several threads")
 def test_threads(row, plain, free, hot):
-    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True}
-    want = [plain.generate(ids(10, s), **options) for s in range(4)]
+    want = [plain.generate(ids(10, s), **GREEDY) for s in range(4)]
     for model in (free, hot):
         got = {}
 
         def work(seed, model=model, got=got):
-            got[seed] = model.generate(ids(10, seed), **options)
+            got[seed] = model.generate(ids(10, seed), **GREEDY)
 
         at_once(work, 4)
         assert all(torch.equal(want[s], got[s]) for s in range(4))

@@ -44,7 +44,7 @@ class Recorder(TokenImportance):
         self.heavy += [mask.clone() for mask in self._heavy.values()][len(self.heavy) :]
 
 
-def whole(model, share, text=None, cached=0, **given):
+def whole(model, share, text=None, **given):
     """Heavy hitters from the whole matrices that a model with plain attention gives."""
     with torch.inference_mode():
         maps = model(**given, output_attentions=True).attentions
@@ -111,7 +111,7 @@ def test_heavy_hitters_are_those_of_the_whole_matrices(family, attention, worksp
         caches = [m(**begun, use_cache=True).past_key_values for m in (model, plain)]
     rest = tokens[:, 14:]
     got, _ = seen(model, cached=14, workspace=workspace, input_ids=rest, past_key_values=caches[0])
-    want = whole(plain, 0.25, cached=14, input_ids=rest, past_key_values=caches[1])[first:]
+    want = whole(plain, 0.25, input_ids=rest, past_key_values=caches[1])[first:]
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 

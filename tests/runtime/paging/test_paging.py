@@ -2,11 +2,12 @@
 
 import functools
 import itertools
+import json
 
 import pytest
 import torch
 from live_models import at, ids, least, load, logits, same, same_at_once, stop_after, wait_for
-from support import damage, for_logits
+from support import cli, damage, for_logits, ok
 from tiny_models import build_tiny
 
 import moepack
@@ -69,7 +70,7 @@ def test_the_same_bits_as_all_resident(bundle, plain, options, room):
 
 
 @pytest.mark.parametrize("way", ["reference", "float32"])
-def test_other_kernels(bundle, plain, way, monkeypatch):
+def test_other_kernels(bundle, way, monkeypatch):
     """Where experts are run by torch, padding's experts may be missing; or multiplied by tiles."""
     dtype = torch.float32 if way == "float32" else "auto"
     if way == "reference":
@@ -186,12 +187,19 @@ def test_coded_bytes_that_are_no_code_are_refused(bundle, plain):
     bytes_agree(model)
 
 
-def test_a_trace_counts_waits(bundle, tmp_path):
-    model = paged(bundle, "alpha=0.5", 1_000_000)
-    model.moepack.trace(tmp_path / "trace")
-    logits(model, ids(0, 512))
-    model.moepack.close()
-    assert read_trace(tmp_path / "trace").records[-1].waits == model.moepack.counters()["forward_waits"] > 0
+def test_a_trace_has_each_pass_of_an_evaluation(bundle, evaluation, tmp_path):
+    """What routers chose, and what was in memory, moved and waited for by then."""
+    policy, trace = "paged:alpha=0.5", tmp_path / "trace"
+    words = ["eval", bundle, "-d", evaluation, "--policy", policy, "--device-memory", "60MB", "--trace", trace]
+    result = json.loads(ok(cli(*words, "--length", "64", "--samples", "80", "--json", "-q")))
+    assert result["resident_bytes_peak"] <= result["budget_bytes"] == 60_000_000 and result["tokens_per_second"] > 0
+    read = read_trace(trace)
+    assert read.policy == policy and read.versions == ["bf16", "w4", "w3", "w2", "w1"]
+    assert [[sum(row) for row in x.counts] for x in read.records] == [[16 * 64 * 2] * 4] * 5, "windows, tokens, top 2"
+    assert all(0 < x.reserved_bytes <= 60_000_000 for x in read.records)
+    first, *_, last = read.records
+    assert last.waits == result["forward_waits"] > 0 and last.bytes_moved >= first.bytes_moved > 0
+    assert {v for row in first.active for v in row} == {-1, 0}
 
 
 def test_a_load_that_is_given_up_leaves_nothing(bundle, plain, monkeypatch):

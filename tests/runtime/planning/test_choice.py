@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from support import for_logits, load_for_logits
 from transformers import AutoModelForCausalLM
 
@@ -75,8 +76,12 @@ def test_a_policy_that_does_not_fit_is_refused_before_weights_are_read(bundle, p
 
 
 def test_a_budget_that_is_exceeded_is_told_across_processes():
-    """A pool's worker hands its error on by pickle: with its words once, and the least that would do."""
+    """A pool's worker hands its error on by pickle: with its words once, and the least that would do.
+
+    accelerate's search for a batch size that fits goes on after it.
+    """
     for error in (BudgetExceeded("x needs y"), TooSmallError("x needs y", 7)):
+        assert isinstance(error, torch.OutOfMemoryError) and should_reduce_batch_size(error)
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error) and str(again) == str(error) == "x needs y: out of memory."
     assert pickle.loads(pickle.dumps(TooSmallError("x", 7))).least == 7

@@ -18,8 +18,6 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import Matrix
 from moepack.reports.plan import plan
 from moepack.runtime.experts import backends
-from moepack.runtime.kv.growing import SPARE
-from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.matrices import dense_bytes
 from moepack.runtime.planning.measure import Workload, dense_arena, dense_shapes, measure
 from moepack.runtime.planning.options import LoadOptions
@@ -169,29 +167,6 @@ def test_what_does_not_fit_is_refused_before_it_runs(bundle, policy):
     model.moepack.close()
 
 
-def test_the_reserve_grows_ahead_and_shrinks(bundle):
-    model = served(bundle, HOT, 1_500_000, kv_tokens=64)
-    tracker, watch = model.moepack.tracker, model.moepack.caches
-
-    with torch.inference_mode():
-        cache = model(ids(60)).past_key_values
-        assert tracker.held("kv") == 0 and watch.used == 60 * TOKEN, "within the asked tokens nothing happens"
-        for n in range(61, 300):
-            cache = model(ids(1), past_key_values=cache).past_key_values
-            assert tracker.held("kv") + 64 * TOKEN >= watch.used and tracker.reserved <= tracker.budget
-            assert n * TOKEN <= watch.used <= (64 if n <= 64 else n + SPARE) * TOKEN
-        assert tracker.held("kv") > (300 - 64) * TOKEN, "a step ahead of need"
-        assert watch.waits <= 1, "but for the first token past the asked ones, none waits"
-        two = model(ids(30, batch=2), use_cache=True).past_key_values
-        assert (299 + 60) * TOKEN <= watch.used <= (299 + SPARE + 60) * TOKEN
-        del cache
-        assert watch.used == 60 * TOKEN
-        wait_for(lambda: tracker.held("kv") == 0)
-        del two
-    assert watch.used == 0 and model.moepack.counters()["forward_waits"] == 0
-    model.moepack.close()
-
-
 def test_a_pass_waits_until_experts_have_left(bundle):
     model = served(bundle, HOT, 1_200_000, prefill_tokens=1024)
     tracker = model.moepack.tracker
@@ -203,27 +178,6 @@ def test_a_pass_waits_until_experts_have_left(bundle):
     assert counters["kv_waits"] >= 1 and counters["forward_waits"] == 0 and model.moepack.caches.waited > 0
     assert sum(row.count("bf16") for row in model.moepack.versions) < high and tracker.peak <= tracker.budget
     model.moepack.close()
-
-
-def test_other_caches_and_none(bundle):
-    """Static caches take all at once; passes without a cache take none; longer passes pay for their activations."""
-    from transformers import StaticCache
-
-    model = served(bundle, "static:w2", 2_000_000, prefill_tokens=128)
-    tracker, watch = model.moepack.tracker, model.moepack.caches
-    with torch.inference_mode():
-        model(ids(100), use_cache=False)
-        assert tracker.held("kv") == 0
-        cache = StaticCache(model.config, max_cache_len=700)
-        model(ids(10), past_key_values=cache)
-        assert watch.used == cache_bytes(cache) >= 700 * TOKEN and tracker.held("kv") >= watch.used
-        del cache
-        assert watch.used == 0
-        with pytest.raises(InputError, match="held back for activations"):
-            model(ids(3000), use_cache=False)
-        options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
-        plain = model.generate(ids(20), **options)
-        assert torch.equal(plain, model.generate(ids(20), cache_implementation="static", **options))
 
 
 # --- what the process takes

@@ -24,6 +24,12 @@ from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 TINY = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 
 
+def described(model):
+    """A model's layers of experts."""
+    found = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
+    return [describe(i, n, m) for i, (n, m) in enumerate(found)]
+
+
 @pytest.mark.parametrize("name", [*TINY, "glm5_next", "hy_v4", "mistral_large4"])
 def test_kv_bytes_are_those_of_real_caches(name):
     """Full attention, MLA, a window of 32 tokens, linear attention's states, an indexer's keys, pooled ones, and layers
@@ -31,8 +37,7 @@ def test_kv_bytes_are_those_of_real_caches(name):
     torch.manual_seed(0)
     config = tiny_models.config_of(name, {}) if name in TINY else families.small(name)
     model = model_of(config, dtype=torch.bfloat16).eval()
-    found = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
-    layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
+    layers = described(model)
     made, mode = skeleton(config, torch.bfloat16)
     shape = Probe(made, layers, torch.device("cpu"), mode).kv_shape(70)
     assert dict(made.named_parameters()).keys() == dict(model.named_parameters()).keys()
@@ -67,8 +72,7 @@ def test_leaving_out_repeated_layers_changes_no_byte(family, kept, monkeypatch):
     """What a prompt and a token take, at a short and a long cache: of five layers, and of those that differ."""
     every = {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]}
     config = tiny_models.config_of(family, {"num_hidden_layers": 5, **(every if family == "gpt_oss" else {})})
-    found = [(n, m) for n, m in skeleton(config, torch.bfloat16)[0].named_modules() if is_experts_module(m)]
-    layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
+    layers = described(skeleton(config, torch.bfloat16)[0])
     numbers = []
     shorten = Probe.shorten
 
@@ -89,9 +93,7 @@ def attending(family, shared, dtype):
     config = tiny_models.config_of(family, {"num_attention_heads": 16, "num_key_value_heads": shared})
     torch.manual_seed(0)
     model = model_of(config, dtype=dtype).eval()
-    found = [(n, m) for n, m in model.named_modules() if is_experts_module(m)]
-    layers = [describe(i, n, m) for i, (n, m) in enumerate(found)]
-    return model, layers, *skeleton(config, dtype)
+    return model, described(model), *skeleton(config, dtype)
 
 
 @pytest.mark.parametrize(

@@ -89,13 +89,14 @@ def test_prefetches_take_the_room_of_the_coldest():
 
 
 def test_heat_by_hand():
-    heat = ExpertHeat([[3.0, 1.0]], alpha=0.5, anchor=0.5, has_prior=True)
+    heat = ExpertHeat([[3.0, 1.0]], alpha=0.75, anchor=0.5, has_prior=True)
     assert heat.shares(0).tolist() == [0.75, 0.25] and not heat.has_counts
     heat.add_layer(0, np.array([0, 8]))
-    heat.turn()  # the prior counts as 8 tokens, 6 and 2: half of it and half of the counts are 3 and 5
-    assert heat.values()[0].tolist() == [3 + 0.5 * 8 * 0.75, 5 + 0.5 * 8 * 0.25]
+    heat.turn()  # the prior counts as 8 tokens, 6 and 2: three quarters of it and one of the counts are 4.5 and 3.5
+    assert heat.values()[0].tolist() == [4.5 + 0.5 * 8 * 0.75, 3.5 + 0.5 * 8 * 0.25]
     heat.add([np.array([2, 0])])
-    assert heat.shares(0) == pytest.approx(np.array([2.5 + 0.5 * 5 * 0.75, 2.5 + 0.5 * 5 * 0.25]) / 7.5)
+    now = np.array([0.75 * 4.5 + 0.25 * 2, 0.75 * 3.5])
+    assert heat.shares(0) == pytest.approx((now + 0.5 * 6.5 * np.array([0.75, 0.25])) / 9.75)
 
 
 def test_a_large_cache_lets_the_coldest_go_first():

@@ -51,16 +51,6 @@ def lists(rows):
     return [row.tolist() for row in rows]
 
 
-def test_scores_are_the_papers_average():
-    policy = Hotness(setting([3]), counting(alpha=0.75))
-    assert policy.decide(passed(0.0, [[8, 0, 4]], [1])) is None
-    assert policy.decide(passed(0.5, [[0, 4, 0]], [1])) is None, "counted, not yet decided"
-    assert policy.decide(passed(1.0, [[0, 0, 0]], [1])) == {(0, 0): 0}
-    assert lists(policy.heat.scores) == [[2.0, 1.0, 1.0]]
-    policy.decide(passed(2.0, [[0, 0, 8]], [1]))
-    assert lists(policy.heat.scores) == [[1.5, 0.75, 2.75]]
-
-
 def test_less_room_is_seen_at_once_and_an_interval_without_tokens_changes_nothing():
     policy = Hotness(setting([3]), counting())
     policy.decide(passed(0.0, [[5, 3, 1]], [2]))

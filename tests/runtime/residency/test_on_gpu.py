@@ -72,7 +72,7 @@ def test_a_host_tier_beside_a_gpu(small, gpu, monkeypatch):
 
 @pytest.mark.parametrize("gpu", [False], ids=["zeros"], indirect=True)
 @pytest.mark.parametrize("policy", ["importance:hi=w4,lo=w2", "importance:hi=w4,lo=absent", "lru:hi=w4,lo=absent"])
-def test_caches_on_demand_keep_within_their_blocks(small, gpu, policy, monkeypatch):
+def test_caches_on_demand_keep_within_their_blocks(small, gpu, policy):
     """At the least budget and above: prompts that need most of a layer, and tokens that need two of it."""
     smallest = least(small, policy, **ALL)
     for more in (0, 9_000) if policy.endswith("w2") else (0,):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from live_models import at, ids, least, load, logits, ours, wait_for
 from support import load_for_logits
-from transformers import DynamicCache
 
 from moepack.pack.errors import InputError
 
@@ -25,16 +24,6 @@ def settle(model):
     wait_for(done)
     time.sleep(0.05)
     wait_for(done)
-
-
-def decoded(model, prompt, steps=3):
-    """Logits of a prompt and some steps after it, each given what the prompt began with."""
-    cache = DynamicCache(config=model.config)
-    out = [logits(model, prompt, past_key_values=cache, use_cache=True)[:, -1]]
-    for n in range(steps):
-        settle(model) if model.moepack.manager is not None else None
-        out.append(logits(model, prompt[:, n : n + 1], past_key_values=cache, use_cache=True)[:, -1])
-    return torch.stack(out)
 
 
 def on_the_device(bundle, model, folder, **options):

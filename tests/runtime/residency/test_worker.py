@@ -1,8 +1,6 @@
 """What may fail while versions change, what is seen of it, and how serving ends: real threads, on the CPU."""
 
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
@@ -12,17 +10,6 @@ from support import PATIENCE
 import moepack
 from moepack.pack.errors import InputError
 from moepack.runtime.store.files import Stored
-
-
-def test_the_threads_end_with_the_model(bundle):
-    before = ours()
-    model = load(bundle)
-    wait_for(lambda: sorted(t.name for t in ours() - before) == ["moepack-migration", "moepack-transitions"])
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-    wait_for(lambda: not ours() - before)
 
 
 def test_a_round_that_fails_is_seen_and_tried_again(bundle, caplog):
@@ -41,17 +28,6 @@ def test_a_round_that_fails_is_seen_and_tried_again(bundle, caplog):
     model.moepack.close()
     assert model.moepack.health()["worker"] == "stopped"
     assert moepack.load(bundle, policy="static:w2").moepack.health()["worker"] == "none"
-
-
-def test_closing_while_rounds_fail_ends_the_threads(bundle):
-    before = ours()
-    model = load(bundle)
-    live = model.moepack.manager
-    live.policy.decide = lambda event: 1 / 0
-    wait_for(lambda: live.worker.failures > 0, model)
-    model.moepack.close()
-    assert not ours() - before
-    assert not live.store._files
 
 
 def test_a_finalizer_on_the_workers_own_thread(bundle):

@@ -48,7 +48,7 @@ def filled(store, cuda, limit=GIB, **options):
     return host
 
 
-def check(host, store, readable=True):
+def check(host, store):
     """Every pinned extent is the bundle's, bit by bit; returns which are pinned."""
     pinned = set()
     for place in PLACES:

@@ -43,12 +43,15 @@ def test_targets_follow_from_rows():
         {**model, "side": "moepack w4, dense w4", f"decode {over}": 1.3, f"prefill {over}": 0.6},
         {"part": "quality", "model": "M", "encoding": "w4", "error": 1.0, "KL, mnat": 10.0},
         {"part": "quality", "model": "M", "encoding": "Q4_K", "error": 4.0, "KL, mnat": 40.0},
+        {**model, "side": "moepack w2, dense w8", f"decode {over}": 1.2, "decode over ik_llama.cpp's best": 0.9},
         {"part": "models", "side": "moepack bf16", "threads": 1, "not measured": "no"},
     ]
     found = {t.name: (t.value, t.met) for t in judged(rows)}
     assert found == {
         "moepack w4, as served, 2 threads: decode over llama.cpp's best": (1.3, True),
         "moepack w4, as served, 2 threads: prefill over llama.cpp's best": (0.7, False),
+        "moepack w2, as served, 2 threads: decode over llama.cpp's best": (1.2, True),
+        "moepack w2, as served, 2 threads: decode over ik_llama.cpp's best": (0.9, False),
         "M: error of w4 over Q4_K's": (0.25, True),
         "M: KL of w4 over Q4_K's": (0.25, True),
     }
@@ -109,7 +112,7 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row():
             self.turns -= what == "read"
             if self.turns < 0:
                 raise PeerError("its process ended with status -4")
-            return [0.5, 0.1, 0.1]
+            return [0.1 if len(part) == 1 else len(part) / 1024 for part in asked.get("parts", ())]
 
     sides = {"moepack": Side(99), "llama.cpp": Side(2)}  # its two layouts have a turn each
     rows = measure(sides, SHAPES["tiny"], replace(MATCHES[0], dense=("w4",)), 2, 0.0, 1)
@@ -117,6 +120,7 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row():
     assert [row["side"] for row in dead] == ["llama.cpp Q4_K_M plain", "llama.cpp Q4_K_M repacked"]
     assert {row["not measured"] for row in dead} == {"its process ended with status -4"}
     assert (ours["decode tokens/s"], ours["prefill tokens/s"]) == (10.0, PROMPT / 0.5)
+    assert (ours["decode at 4,000 tokens/s"], ours["prefill to 4,000 tokens/s"]) == (10.0, 1024.0)
     assert not any("over" in key for key in ours)
 
 

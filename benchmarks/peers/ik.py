@@ -49,9 +49,9 @@ class IkModel(Model):
         if flash is not None:
             asked.flash_attn = wanted.flash_attn = flash
 
-    def _batch(self, ids: list[int]) -> Any:
-        batch = self._llama.llama_batch_get_one((self._llama.llama_token * len(ids))(*ids), len(ids), self._at, 0)
-        self._at += len(ids)
+    def _batch(self, array: Any) -> Any:
+        batch = self._llama.llama_batch_get_one(array, len(array), self._at, 0)
+        self._at += len(array)
         return batch
 
     def clear(self) -> None:

@@ -137,8 +137,9 @@ class Model:
         if flash is not None:
             wanted.flash_attn_type = int(flash)
 
-    def _batch(self, ids: list[int]) -> Any:
-        return self._llama.llama_batch_get_one((self._llama.llama_token * len(ids))(*ids), len(ids))
+    def _batch(self, array: Any) -> Any:
+        """What llama_decode is given; it points to the array."""
+        return self._llama.llama_batch_get_one(array, len(array))
 
     def clear(self) -> None:
         """Forget the text so far."""
@@ -146,9 +147,9 @@ class Model:
 
     def decode(self, ids: list[int]) -> float:
         """Go on with these tokens, as llama-server does; return the seconds of the pass."""
-        batch = self._batch(ids)
+        array = (self._llama.llama_token * len(ids))(*ids)
         began = time.perf_counter()
-        status = self._llama.llama_decode(self._context, batch)
+        status = self._llama.llama_decode(self._context, self._batch(array))
         self._llama.llama_synchronize(self._context)
         seconds = time.perf_counter() - began
         if status:

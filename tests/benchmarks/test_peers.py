@@ -124,6 +124,43 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row():
     assert not any("over" in key for key in ours)
 
 
+def test_each_peer_has_its_best_in_a_row():
+    """ik_llama.cpp's over its files, shared and its own; llama.cpp's apart from them."""
+    from benchmarks.peers.whole import MATCHES, measure
+
+    class Side:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def call(self, what, **asked):
+            if what == "open_model" and "IQ4_K" in asked["key"]:
+                self.seconds /= 2  # from then on: its own files are opened last
+            return [self.seconds * len(part) for part in asked.get("parts", ())]
+
+    sides = {"moepack": Side(0.1), "llama.cpp": Side(0.2), "ik_llama.cpp": Side(0.4)}
+    rows = {row["side"]: row for row in measure(sides, SHAPES["tiny"], MATCHES[0], 2, 0.0, 1)}
+    mixes = ("Q4_K_M repacked", "Q4_K_M plain")
+    theirs = [f"llama.cpp {mix}" for mix in mixes]
+    theirs += [f"ik_llama.cpp {mix}" for mix in (*mixes, "IQ4_K repacked", "IQ4_K plain")]
+    assert [side for side in rows if not side.startswith("moepack")] == theirs
+    ours = rows["moepack w4, dense w4"]
+    for what in ("decode", "prefill", "prefill of 16", "decode at 4,000", "prefill to 4,000"):
+        assert ours[f"{what} over llama.cpp's best"] == pytest.approx(2)
+        assert ours[f"{what} over ik_llama.cpp's best"] == pytest.approx(1)
+    assert not any("over" in key for key in rows["ik_llama.cpp IQ4_K plain"])
+
+
+def test_a_peer_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
+    from benchmarks.peers.sides import PEERS, Sides
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sides = Sides(tmp_path, install=False, peers=tuple(PEERS))
+    assert list(sides.python) == ["moepack"]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" is left out: ")[0] for line in said] == list(PEERS)
+    assert sides.versions().keys() == PEERS.keys()
+
+
 def test_both_sides_read_the_same_text_to_each_depth():
     """Each begins once, and goes on with the same tokens; rates are of what a side was given, ratios of turns."""
     from benchmarks.contexts.__main__ import STEPS, TURNS, deepened, judged

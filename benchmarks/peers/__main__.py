@@ -71,14 +71,16 @@ def _models(sides: Sides, quick: bool, peers: dict[str, str]) -> list[Row]:
     from .whole import MATCHES, make_own, measure
 
     shape = SHAPES["tiny" if quick else "four"]
-    peered = "llama.cpp" in sides.python  # whose environment writes the files
     try:
-        make(shape, [match.mix for match in MATCHES] if peered else [], DISK)
-        if "ik_llama.cpp" in sides.python:
-            with sides.start("ik_llama.cpp", len(os.sched_getaffinity(0))) as worker:
-                make_own(worker, shape)
+        make(shape, [match.mix for match in MATCHES] if "llama.cpp" in sides.python else [], DISK)
     except PeerError as error:
         raise SystemExit(str(error)) from None
+    if "ik_llama.cpp" in sides.python:
+        try:
+            with sides.start("ik_llama.cpp", len(os.sched_getaffinity(0))) as worker:
+                make_own(worker, shape)
+        except PeerError as error:
+            print(f"ik_llama.cpp runs without files of its own: {error}", flush=True)
     rows = []
     for count in range(1, 1 + min(1 if quick else 2, len(os.sched_getaffinity(0)))):
         with ExitStack() as stack:

@@ -92,7 +92,7 @@ def test_the_llama_side_imports_nothing_of_moepack():
     """Its environment has neither torch nor moepack."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['moepack'] = None\n"
-        "import benchmarks.peers.ggml, benchmarks.peers.gguf_layout, benchmarks.peers.worker\n"
+        "import benchmarks.peers.ggml, benchmarks.peers.ik, benchmarks.peers.llama, benchmarks.peers.worker\n"
         "from benchmarks.limited.weights import to_bf16\n"
         "import numpy as np; print(to_bf16(np.array([1.0, 1.00390625, 1.01171875, -2.5], np.float32)).tolist())"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,12 @@ def open_model(key: str, path: str, repacked: bool, context: int = CONTEXT, flas
 
 def quantise_file(source: str, out: str, encoding: str) -> None:
     """Write a GGUF file in one of its own mixes; `source` may be quantised already."""
-    found = importlib.import_module("ik_llama_cpp")
-    program = found.find_quantize_bin()
+    package = Path(str(importlib.import_module("ik_llama_cpp").__file__)).parent
+    program = str(package / "bin" / "llama-quantize")
     part = f"{out}.partial"
-    command = [str(program), "--allow-requantize", "--ignore-imatrix-rules", source, part, encoding, str(threads())]
-    done = subprocess.run(command, check=False)
+    command = [program, "--allow-requantize", "--ignore-imatrix-rules", source, part, encoding, str(threads())]
+    env = {**os.environ, "LD_LIBRARY_PATH": str(package / "lib")}  # where the program does not look by itself
+    done = subprocess.run(command, env=env, check=False)
     if done.returncode:
         raise RuntimeError(f"llama-quantize ended with status {done.returncode}")
     Path(part).rename(out)

@@ -1,1 +1,1 @@
-"""moepack beside llama.cpp on a CPU: `python -m benchmarks.peers`."""
+"""moepack beside llama.cpp and ik_llama.cpp on a CPU: `python -m benchmarks.peers`."""

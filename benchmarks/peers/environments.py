@@ -1,6 +1,6 @@
-"""llama.cpp's own environment, under the user's cache: made once, used again until what is asked for changes.
+"""The peers' own environments, under the user's cache: made once, used again until what is asked for changes.
 
-llama-cpp-python is compiled here, for this processor and without BLAS.
+llama-cpp-python and ik-llama-cpp-python are compiled here, for this processor and without BLAS.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import tarfile
 import venv
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from moepack.pack.user_files import cache_path
@@ -21,11 +22,40 @@ from .worker import PeerError
 
 LLAMA = "llama-cpp"
 LLAMA_AVX2 = "llama-cpp-avx2"
-PROGRAM = "llama-cpp-python==0.3.36"
+IK = "ik-llama-cpp"
+IK_AVX2 = "ik-llama-cpp-avx2"
 BESIDE = ("gguf==0.19.0", "numpy")
-FLAGS = {  # what it is compiled with, by the name of its environment
-    LLAMA: "-DGGML_NATIVE=ON",
-    LLAMA_AVX2: "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON",
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What an environment is for.
+
+    Attributes:
+        requirement: the package, compiled from its source distribution.
+        module: what it is imported as.
+        vendor: the folder of the program that it binds, within its own `vendor`.
+        flags: what it is compiled with.
+    """
+
+    requirement: str
+    module: str
+    vendor: str
+    flags: str
+
+
+_NATIVE = "-DGGML_NATIVE=ON"
+_AVX2 = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
+_LLAMA = ("llama-cpp-python==0.3.36", "llama_cpp", "llama.cpp")
+_IK = ("ik-llama-cpp-python==0.1.5", "ik_llama_cpp", "ik_llama.cpp")
+# Its libraries find each other, which its own build leaves out; attention over caches of other types than the default
+# takes most of the time to compile.
+_IK_FLAGS = "-DCMAKE_INSTALL_RPATH=$ORIGIN -DGGML_IQK_FA_ALL_QUANTS=OFF"
+PROGRAMS = {  # by the name of its environment
+    LLAMA: Program(*_LLAMA, _NATIVE),
+    LLAMA_AVX2: Program(*_LLAMA, f"{_AVX2} -DGGML_BMI2=ON"),
+    IK: Program(*_IK, f"{_NATIVE} {_IK_FLAGS}"),
+    IK_AVX2: Program(*_IK, f"{_AVX2} {_IK_FLAGS}"),
 }
 
 
@@ -41,9 +71,9 @@ def _stamp(name: str) -> dict[str, object]:
     """What an environment that is used again must have been made from."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     return {
-        "requirements": [PROGRAM, *BESIDE],
+        "requirements": [PROGRAMS[name].requirement, *BESIDE],
         "source": "kept",  # older environments have none
-        "env": {"CMAKE_ARGS": FLAGS[name]},
+        "env": {"CMAKE_ARGS": PROGRAMS[name].flags},
         "python": version,
     }
 
@@ -65,38 +95,40 @@ def environment(name: str, install: bool = True) -> Path:
     """
     if (found := installed(name)) is not None:
         return found
+    program = PROGRAMS[name]
     if not install:
-        raise PeerError(f"{PROGRAM} is not installed: python -m benchmarks.peers --install")
+        raise PeerError(f"{program.requirement} is not installed: python -m benchmarks.peers --install")
     if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
-        raise PeerError(f"{PROGRAM} is compiled here, and there is no C++ compiler")
+        raise PeerError(f"{program.requirement} is compiled here, and there is no C++ compiler")
     where = cache() / name
-    print(f"installing {PROGRAM} into {where} (compiles for many minutes)", flush=True)
+    print(f"installing {program.requirement} into {where} (compiles for many minutes)", flush=True)
     shutil.rmtree(where, ignore_errors=True)
     try:
         venv.create(where, with_pip=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise PeerError(f"{where} cannot be made: {error}") from None
     python = where / "bin" / "python"
-    unpacked = _unpacked(python, where / "archive")
+    unpacked = _unpacked(program, python, where / "archive")
     # Without pip's cache: it would hand out what was compiled before, with whatever flags.
     pip = [str(python), "-m", "pip", "install", "--no-cache-dir", "--no-input"]
-    _run([*pip, str(unpacked), *BESIDE], {**os.environ, "CMAKE_ARGS": FLAGS[name]})
-    shutil.move(unpacked / "vendor" / "llama.cpp", source(name))
+    _run(program, [*pip, str(unpacked), *BESIDE], {**os.environ, "CMAKE_ARGS": program.flags})
+    shutil.move(unpacked / "vendor" / program.vendor, source(name))
     shutil.rmtree(where / "archive")
-    _run([str(python), "-c", "import llama_cpp"], dict(os.environ))
+    _run(program, [str(python), "-c", f"import {program.module}"], dict(os.environ))
     (where / "installed.json").write_text(json.dumps(_stamp(name)) + "\n")
     return python
 
 
 def source(name: str) -> Path:
-    """Where llama.cpp's source is in an environment: its converter of checkpoints is in no package."""
+    """Where a program's source is in an environment: llama.cpp's converter of checkpoints is in no package."""
     return cache() / name / "source"
 
 
-def _unpacked(python: Path, into: Path) -> Path:
-    """llama-cpp-python's source, unpacked into a folder that there was not."""
-    pip = [str(python), "-m", "pip", "download", "--no-input", "--no-deps", "--no-binary", "llama-cpp-python"]
-    _run([*pip, "--dest", str(into), PROGRAM], dict(os.environ))
+def _unpacked(program: Program, python: Path, into: Path) -> Path:
+    """A package's source, unpacked into a folder that there was not."""
+    package = program.requirement.partition("==")[0]
+    pip = [str(python), "-m", "pip", "download", "--no-input", "--no-deps", "--no-binary", package]
+    _run(program, [*pip, "--dest", str(into), program.requirement], dict(os.environ))
     (archive,) = into.iterdir()
     try:
         with tarfile.open(archive) as file:
@@ -108,10 +140,10 @@ def _unpacked(python: Path, into: Path) -> Path:
     return unpacked
 
 
-def _run(command: Sequence[str], env: Mapping[str, str]) -> None:
+def _run(program: Program, command: Sequence[str], env: Mapping[str, str]) -> None:
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
-        raise PeerError(f"{PROGRAM} cannot be had: {reason(done.stdout)}")
+        raise PeerError(f"{program.requirement} cannot be had: {reason(done.stdout)}")
 
 
 def reason(log: str) -> str:

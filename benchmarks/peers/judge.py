@@ -9,6 +9,7 @@ from benchmarks.common import Row, Target
 # moepack's encoding, and the one of llama.cpp that has at least as many bits, whose divergence it is held to.
 EQUAL_BITS = (("w8", "Q8_0"), ("w4", "Q4_K"), ("w4", "IQ4_NL"), ("w3", "Q3_K"), ("w3", "IQ3_S"), ("w2", "Q2_K"))
 # The same as users run them, attention quantised as well.
+PEERS = ("llama.cpp", "ik_llama.cpp")
 MIXES = {"w4": "Q4_K_M", "w2": "Q2_K mix"}
 SERVED = tuple((f"{experts}, dense {dense}", mix) for experts, mix in MIXES.items() for dense in ("w8", "w4"))
 
@@ -19,20 +20,17 @@ def judged(rows: Sequence[Row]) -> list[Target]:
 
 
 def _models(rows: Sequence[Row]) -> list[Target]:
-    """The best of moepack's rows of a version beside the best of the mix."""
-    best: dict[str, dict[str, float]] = {}
+    """The best of moepack's rows of a version beside the best of each peer."""
+    best: dict[str, float] = {}
     for row in rows:
-        if row["part"] != "models" or "decode over llama.cpp's best" not in row:
+        if row["part"] != "models":
             continue
         version = row["side"].partition(",")[0]
-        rates = best.setdefault(f"{version}, as served, {row['threads']} threads", {})
-        for what in ("decode", "prefill"):
-            rates[what] = max(rates.get(what, 0.0), row[f"{what} over llama.cpp's best"])
-    out = []
-    for name, rates in best.items():
-        out.append(Target(f"{name}: decode over llama.cpp's best", rates["decode"], 1.0, "higher"))
-        out.append(Target(f"{name}: prefill over llama.cpp's best", rates["prefill"], 1.0, "higher"))
-    return out
+        for over in (f"{what} over {peer}'s best" for peer in PEERS for what in ("decode", "prefill")):
+            if over in row:
+                name = f"{version}, as served, {row['threads']} threads: {over}"
+                best[name] = max(best.get(name, 0.0), row[over])
+    return [Target(name, value, 1.0, "higher") for name, value in best.items()]
 
 
 def _quality(rows: Sequence[Row]) -> list[Target]:

@@ -10,8 +10,9 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,8 @@ from .worker import answer, threads
 CONTEXT = 1024
 PROMPT = 512
 _SLICE = 1 << 24  # weights that are float32 at a time
-_g = Ggml()
 _models: dict[str, Model] = {}
+_ggml = cache(Ggml)
 
 
 def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iterator[Bytes]:
@@ -36,7 +37,7 @@ def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iter
     for matrix in matrices:
         with ThreadPoolExecutor(threads()) as workers:
             parts = np.array_split(matrix, max(1, min(len(matrix), 4 * threads())))
-            yield np.concatenate(list(workers.map(lambda part: _g.quantise(part, kind), parts)))
+            yield np.concatenate(list(workers.map(lambda part: _ggml().quantise(part, kind), parts)))
 
 
 class Source(Protocol):
@@ -107,27 +108,38 @@ class Model:
     def __init__(
         self, path: str, context: int, batch: int, count: int, repacked: bool, flash: bool | None = None
     ) -> None:
-        self._llama = llama = importlib.import_module("llama_cpp")
+        self._llama = llama = self._bindings()
         llama.llama_backend_init()
         asked = llama.llama_model_default_params()
-        asked.use_extra_bufts = repacked
+        wanted = llama.llama_context_default_params()
+        self._choose(asked, wanted, repacked, flash)
         asked.n_gpu_layers = 0
-        asked.use_mmap = True
         self._model = llama.llama_model_load_from_file(path.encode(), asked)
         if not self._model:
             raise MemoryError(f"llama.cpp does not load {path}")
-        wanted = llama.llama_context_default_params()
         wanted.n_ctx = context
         wanted.n_batch = batch
         wanted.n_ubatch = batch
         wanted.n_threads = wanted.n_threads_batch = count
-        wanted.swa_full = False  # layers with a window keep the window, as in llama.cpp's own programs
-        if flash is not None:
-            wanted.flash_attn_type = int(flash)
         self._context = llama.llama_init_from_model(self._model, wanted)
         if not self._context:
             llama.llama_model_free(self._model)
             raise MemoryError(f"llama.cpp makes no context for {path}")
+
+    def _bindings(self) -> Any:
+        return importlib.import_module("llama_cpp")
+
+    def _choose(self, asked: Any, wanted: Any, repacked: bool, flash: bool | None) -> None:
+        """What the program has of its own, in a model's parameters and in a context's."""
+        asked.use_extra_bufts = repacked
+        asked.use_mmap = True
+        wanted.swa_full = False  # layers with a window keep the window, as in llama.cpp's own programs
+        if flash is not None:
+            wanted.flash_attn_type = int(flash)
+
+    def _batch(self, array: Any) -> Any:
+        """What llama_decode is given; it points to the array."""
+        return self._llama.llama_batch_get_one(array, len(array))
 
     def clear(self) -> None:
         """Forget the text so far."""
@@ -137,7 +149,7 @@ class Model:
         """Go on with these tokens, as llama-server does; return the seconds of the pass."""
         array = (self._llama.llama_token * len(ids))(*ids)
         began = time.perf_counter()
-        status = self._llama.llama_decode(self._context, self._llama.llama_batch_get_one(array, len(ids)))
+        status = self._llama.llama_decode(self._context, self._batch(array))
         self._llama.llama_synchronize(self._context)
         seconds = time.perf_counter() - began
         if status:
@@ -185,8 +197,8 @@ def quantised(path: str, out: str, encoding: str) -> float:
     importance = given["importance"]
 
     def one(e: int) -> npt.NDArray[np.float32]:
-        packed = _g.quantise(weight[e], kind, importance[e])
-        return _g.dequantise(packed, kind, weight.shape[-1])
+        packed = _ggml().quantise(weight[e], kind, importance[e])
+        return _ggml().dequantise(packed, kind, weight.shape[-1])
 
     with ThreadPoolExecutor(threads()) as workers:
         np.save(out, np.stack(list(workers.map(one, range(len(weight))))))
@@ -207,9 +219,14 @@ def quantise_file(source: str, out: str, encoding: str) -> None:
 def versions() -> dict[str, str]:
     """What this side is."""
     llama = importlib.import_module("llama_cpp")
-    told = [part.partition("=") for part in llama.llama_print_system_info().decode().replace(":", "|").split("|")]
-    flags = ", ".join(name.strip() for name, _, value in told if value.strip() == "1")
-    return {"llama-cpp-python": llama.__version__, "llama.cpp, compiled for": flags}
+    told = compiled_for(llama.llama_print_system_info())
+    return {"llama-cpp-python": llama.__version__, "llama.cpp, compiled for": told}
+
+
+def compiled_for(told: bytes) -> str:
+    """What a program says that it was compiled for."""
+    parts = [part.partition("=") for part in told.decode().replace(":", "|").split("|")]
+    return ", ".join(name.strip() for name, _, value in parts if value.strip() == "1")
 
 
 if __name__ == "__main__":

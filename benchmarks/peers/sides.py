@@ -1,9 +1,10 @@
-"""The sides of a comparison: moepack's interpreter and llama.cpp's, and their processes on the same processors."""
+"""The sides of a comparison: moepack's interpreter and its peers', and their processes on the same processors."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from moepack.runtime.patches import SPINS
@@ -13,30 +14,33 @@ from .worker import PeerError, Worker
 
 AVX2 = os.environ.get("MOEPACK_ISA") in ("plain", "avx2")
 PEER = environments.LLAMA_AVX2 if AVX2 else environments.LLAMA
-MODULES = {"moepack": "ours", "llama.cpp": "llama"}
+PEERS = {"llama.cpp": PEER, "ik_llama.cpp": environments.IK_AVX2 if AVX2 else environments.IK}  # their environments
+MODULES = {"moepack": "ours", "llama.cpp": "llama", "ik_llama.cpp": "ik"}
 
 
 class Sides:
-    """The interpreters of both sides, and their workers.
+    """The interpreters of all sides, and their workers.
 
     Attributes:
-        python: interpreters by side; without llama.cpp's where it cannot be had.
-        missing: why llama.cpp cannot be had.
+        python: interpreters by side; without those of peers that cannot be had.
+        missing: by peer, why it cannot be had.
     """
 
-    def __init__(self, scratch: Path, install: bool) -> None:
+    def __init__(self, scratch: Path, install: bool, peers: Sequence[str] = ("llama.cpp",)) -> None:
         self.scratch = scratch
-        self.missing = ""
+        self.missing: dict[str, str] = {}
         self.python = {"moepack": Path(sys.executable)}
-        try:
-            self.python["llama.cpp"] = environments.environment(PEER, install)
-        except PeerError as error:
-            self._leave_out(error)
+        self._peers = peers
+        for peer in peers:
+            try:
+                self.python[peer] = environments.environment(PEERS[peer], install)
+            except PeerError as error:
+                self._leave_out(peer, error)
 
-    def _leave_out(self, error: PeerError) -> None:
-        self.python.pop("llama.cpp", None)
-        self.missing = str(error)
-        print(f"llama.cpp is left out: {error}", flush=True)
+    def _leave_out(self, peer: str, error: PeerError) -> None:
+        self.python.pop(peer, None)
+        self.missing[peer] = str(error)
+        print(f"{peer} is left out: {error}", flush=True)
 
     def start(self, who: str, threads: int) -> Worker:
         """Return a side's process, on so many processors."""
@@ -49,15 +53,18 @@ class Sides:
         return Worker(self.python[who], f"benchmarks.peers.{module}", processors(threads), log, env)
 
     def versions(self) -> dict[str, str]:
-        """Return what llama.cpp is, or why it is missing."""
-        if "llama.cpp" in self.python:
-            try:
-                with self.start("llama.cpp", 1) as worker:
-                    found: dict[str, str] = worker.call("versions")
-                    return found
-            except PeerError as error:  # it is installed and does not run here
-                self._leave_out(error)
-        return {"llama.cpp": f"not measured: {self.missing}"}
+        """Return what the peers are, or why they are missing."""
+        found: dict[str, str] = {}
+        for peer in self._peers:
+            if peer in self.python:
+                try:
+                    with self.start(peer, 1) as worker:
+                        found |= worker.call("versions")
+                except PeerError as error:  # it is installed and does not run here
+                    self._leave_out(peer, error)
+            if peer in self.missing:
+                found[peer] = f"not measured: {self.missing[peer]}"
+        return found
 
 
 def processors(count: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.common import Row
+from benchmarks.peers.judge import PEERS
 
 from .common import joined, ratio, results, shown, table
 
@@ -17,15 +18,27 @@ def _own(side: str) -> str:
 
 @shown
 def peer_models() -> str:
-    """Tokens a second of a generated model on both sides, by threads, and ours over llama.cpp's best."""
+    """Tokens a second of a generated model on all sides, by threads, and ours over the best of each peer."""
+    return _rates("decode", "prefill of 16", "prefill")
+
+
+@shown
+def peer_depths() -> str:
+    """The same in a context of 4,000 tokens; nothing where it was not measured."""
+    return _rates("decode at 4,000", "prefill to 4,000")
+
+
+def _rates(*measures: str) -> str:
+    rows = [row for row in _peers("models") if "not measured" not in row]
+    shown = [what for what in measures if any(f"{what} tokens/s" in row for row in rows)]
     out = []
-    for row in _peers("models"):
-        for what in ("decode", "prefill"):
+    for row in rows:
+        for what in shown:
             rate = f"{row[f'{what} tokens/s']:.0f}"
-            over = row.get(f"{what} over llama.cpp's best")
-            out.append((_own(row["side"]), [rate if over is None else f"{rate} ({over:.2f})"]))
-    columns = [f"{what}, {threads}" for threads in ("1 thread", "2 threads") for what in ("decode", "prefill")]
-    return joined(["side", *columns], out)
+            over = [f"{row[key]:.2f}" for peer in PEERS if (key := f"{what} over {peer}'s best") in row]
+            out.append((_own(row["side"]), [f"{rate} ({', '.join(over)})" if over else rate]))
+    columns = [f"{what}, {threads}" for threads in ("1 thread", "2 threads") for what in shown]
+    return joined(["side", *columns], out) if shown else ""
 
 
 @shown

@@ -43,12 +43,15 @@ def test_targets_follow_from_rows():
         {**model, "side": "moepack w4, dense w4", f"decode {over}": 1.3, f"prefill {over}": 0.6},
         {"part": "quality", "model": "M", "encoding": "w4", "error": 1.0, "KL, mnat": 10.0},
         {"part": "quality", "model": "M", "encoding": "Q4_K", "error": 4.0, "KL, mnat": 40.0},
+        {**model, "side": "moepack w2, dense w8", f"decode {over}": 1.2, "decode over ik_llama.cpp's best": 0.9},
         {"part": "models", "side": "moepack bf16", "threads": 1, "not measured": "no"},
     ]
     found = {t.name: (t.value, t.met) for t in judged(rows)}
     assert found == {
         "moepack w4, as served, 2 threads: decode over llama.cpp's best": (1.3, True),
         "moepack w4, as served, 2 threads: prefill over llama.cpp's best": (0.7, False),
+        "moepack w2, as served, 2 threads: decode over llama.cpp's best": (1.2, True),
+        "moepack w2, as served, 2 threads: decode over ik_llama.cpp's best": (0.9, False),
         "M: error of w4 over Q4_K's": (0.25, True),
         "M: KL of w4 over Q4_K's": (0.25, True),
     }
@@ -89,7 +92,7 @@ def test_the_llama_side_imports_nothing_of_moepack():
     """Its environment has neither torch nor moepack."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['moepack'] = None\n"
-        "import benchmarks.peers.ggml, benchmarks.peers.gguf_layout, benchmarks.peers.worker\n"
+        "import benchmarks.peers.ggml, benchmarks.peers.ik, benchmarks.peers.llama, benchmarks.peers.worker\n"
         "from benchmarks.limited.weights import to_bf16\n"
         "import numpy as np; print(to_bf16(np.array([1.0, 1.00390625, 1.01171875, -2.5], np.float32)).tolist())"
     )
@@ -109,7 +112,7 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row():
             self.turns -= what == "read"
             if self.turns < 0:
                 raise PeerError("its process ended with status -4")
-            return [0.5, 0.1, 0.1]
+            return [0.1 if len(part) == 1 else len(part) / 1024 for part in asked.get("parts", ())]
 
     sides = {"moepack": Side(99), "llama.cpp": Side(2)}  # its two layouts have a turn each
     rows = measure(sides, SHAPES["tiny"], replace(MATCHES[0], dense=("w4",)), 2, 0.0, 1)
@@ -117,7 +120,45 @@ def test_a_side_that_dies_in_a_whole_model_is_a_row():
     assert [row["side"] for row in dead] == ["llama.cpp Q4_K_M plain", "llama.cpp Q4_K_M repacked"]
     assert {row["not measured"] for row in dead} == {"its process ended with status -4"}
     assert (ours["decode tokens/s"], ours["prefill tokens/s"]) == (10.0, PROMPT / 0.5)
+    assert (ours["decode at 4,000 tokens/s"], ours["prefill to 4,000 tokens/s"]) == (10.0, 1024.0)
     assert not any("over" in key for key in ours)
+
+
+def test_each_peer_has_its_best_in_a_row():
+    """ik_llama.cpp's over its files, shared and its own; llama.cpp's apart from them."""
+    from benchmarks.peers.whole import MATCHES, measure
+
+    class Side:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
+        def call(self, what, **asked):
+            if what == "open_model" and "IQ4_K" in asked["key"]:
+                self.seconds /= 2  # from then on: its own files are opened last
+            return [self.seconds * len(part) for part in asked.get("parts", ())]
+
+    sides = {"moepack": Side(0.1), "llama.cpp": Side(0.2), "ik_llama.cpp": Side(0.4)}
+    rows = {row["side"]: row for row in measure(sides, SHAPES["tiny"], MATCHES[0], 2, 0.0, 1)}
+    mixes = ("Q4_K_M repacked", "Q4_K_M plain")
+    theirs = [f"llama.cpp {mix}" for mix in mixes]
+    theirs += [f"ik_llama.cpp {mix}" for mix in (*mixes, "IQ4_K repacked", "IQ4_K plain")]
+    assert [side for side in rows if not side.startswith("moepack")] == theirs
+    ours = rows["moepack w4, dense w4"]
+    for what in ("decode", "prefill", "prefill of 16", "decode at 4,000", "prefill to 4,000"):
+        assert ours[f"{what} over llama.cpp's best"] == pytest.approx(2)
+        assert ours[f"{what} over ik_llama.cpp's best"] == pytest.approx(1)
+    assert not any("over" in key for key in rows["ik_llama.cpp IQ4_K plain"])
+
+
+def test_a_peer_that_is_not_there_is_one_line(tmp_path, monkeypatch, capsys):
+    from benchmarks.peers.sides import PEERS, Sides
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sides = Sides(tmp_path, install=False, peers=tuple(PEERS))
+    assert list(sides.python) == ["moepack"]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" is left out: ")[0] for line in said] == list(PEERS)
+    assert sides.versions().keys() == PEERS.keys()
 
 
 def test_both_sides_read_the_same_text_to_each_depth():

@@ -1,6 +1,6 @@
 """moepack's side, in a process of its own: `python -m benchmarks.limited.ours ORDER` (an order as passes.py describes).
 
-Its options are the policy, and after it "dense=VERSION".
+Its options are those of `moepack.load`, such as `policy` and `kv`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ class Moepack(Side):
         quiet_libraries()
         leave_out("serve")
         torch.set_num_threads(order.threads)
-        policy, *others = order.options
-        more: Row = dict(option.split("=", 1) for option in others)
+        more: Row = dict(order.options)
         self._model = moepack.load(
             order.path,
-            policy=policy,
             memory=order.memory,
-            kv_tokens=order.length,
+            kv_tokens=order.depth + order.length,
             prefill_tokens=order.prompt,
             all_logits=False,
             **more,
@@ -48,24 +46,31 @@ class Moepack(Side):
         self._looks = False
         for layer, held in zip(self._model.model.layers, self._model.moepack.layers, strict=True):
             layer.mlp.experts.register_forward_hook(partial(self._look, held))
-        self.begin()
 
     def _look(self, held: LayerExperts, module: nn.Module, given: tuple[Tensor, ...], out: object) -> None:
         if self._looks:
             self._served.update(str(held.current.handles[e]) for e in given[1].flatten().tolist())
 
-    def begin(self) -> None:
+    def begin(self, before: list[int], depth: int) -> None:
         """See Side."""
         from transformers.cache_utils import DynamicCache  # after `leave_out`
 
         self._cache = DynamicCache(config=self._model.config)
+        if depth:
+            self._pass(before)
+            for layer in self._cache.layers:
+                times = (1, 1, depth // len(before), 1)
+                layer.keys, layer.values = layer.keys.repeat(times), layer.values.repeat(times)
+
+    def _pass(self, ids: list[int]) -> None:
+        with torch.inference_mode():
+            self._model(torch.tensor([ids]), logits_to_keep=1, **with_cache(self._model, self._cache))
 
     def step(self, ids: list[int]) -> None:
         """See Side."""
         self._steps += 1
         self._looks = len(ids) == 1 and self._steps % EVERY == 0
-        with torch.inference_mode():
-            self._model(torch.tensor([ids]), logits_to_keep=1, **with_cache(self._model, self._cache))
+        self._pass(ids)
 
     def facts(self) -> Row:
         """See Side."""

@@ -20,6 +20,7 @@ from .cage import anonymous, bytes_read
 from .shapes import TOPICS, text
 
 SESSION = 7  # the seed of the session's texts
+REPEATED = 32  # tokens whose keys and values fill a deep context
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +29,20 @@ class Order:
 
     Attributes:
         path: of the model.
-        options: the side's own, such as its policy.
+        options: the side's own, by name, such as its policy.
         memory: bytes that the side may take; it is in a cage of somewhat more.
         threads: on which it computes.
         prompt, decode: tokens of a text that are read at once, and one by one.
+        depth: tokens of context before each text, of repeated keys and values.
     """
 
     path: str
-    options: list[str]
+    options: dict[str, str]
     memory: int
     threads: int
     prompt: int
     decode: int
+    depth: int = 0
 
     @property
     def length(self) -> int:
@@ -51,8 +54,8 @@ class Side(ABC):
     """A loaded model."""
 
     @abstractmethod
-    def begin(self) -> None:
-        """Forget the text so far."""
+    def begin(self, before: list[int], depth: int) -> None:
+        """Forget the text so far; begin with a context of so many tokens, which repeats what these few leave."""
 
     @abstractmethod
     def step(self, ids: list[int]) -> None:
@@ -83,7 +86,7 @@ def serve(side: Callable[[Order], Side], order: Order) -> None:
     tell(loaded=True, **model.facts())
     for topic in range(TOPICS):
         ids = text(topic, order.length, SESSION)
-        model.begin()
+        model.begin(text(topic, REPEATED, SESSION + 1), order.depth)
         for first in (0, *range(order.prompt, order.length)):
             part = ids[: order.prompt] if first == 0 else ids[first : first + 1]
             began = time.perf_counter()

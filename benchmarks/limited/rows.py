@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -35,6 +36,7 @@ COUNTS = {
     "read": ("MB/token read", 1e6), "demand_bytes": ("MB/token waited for", 1e6),
     "waited": ("ms/token waited", 1e-3), "cpu": ("CPU ms/token", 1e-3),
 }  # fmt: skip
+KEYS = ("side", "cage GB", "depth")  # what tells rows apart
 AVX2 = {"MOEPACK_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
@@ -43,10 +45,11 @@ class Asked:
     """A row that is asked for.
 
     Attributes:
-        side: "moepack:POLICY[:dense=VERSION]" or "llama:MIX"; ":avx2" behind these holds the side to AVX2, and
-            ":read-ahead=KB" at the end sets the disk.
+        side: "moepack:POLICY[:dense=VERSION][:kv=BITS]" or "llama:MIX[:kv=TYPE]"; ":avx2" behind these holds the side
+            to AVX2, and ":read-ahead=KB" at the end sets the disk.
         cage: bytes.
         prompt, decode: tokens of each text.
+        depth: tokens of context before each.
         seconds: after which the side is stopped.
         threads: of the side.
         cold: whether the page cache is emptied first.
@@ -56,6 +59,7 @@ class Asked:
     cage: int
     prompt: int
     decode: int
+    depth: int
     seconds: float
     threads: int
     cold: bool = True
@@ -69,14 +73,15 @@ class Asked:
         """What is run. Raises PeerError where llama.cpp, or the model, is not there."""
         who, _, rest = self.side.partition(":")
         rest = rest.partition(":read-ahead=")[0].removesuffix(":avx2")
-        policy, *dense = rest.split(":dense=")
-        options = [policy, *(f"dense={version}" for version in dense)]
+        what, *named = re.split(r":(?=dense=|kv=)", rest)
+        options = dict(option.split("=", 1) for option in named)
         if who == "moepack":
+            options["policy"] = what
             path = bundle_of(shape)
             memory = self.cage - max(self.cage // MARGIN, LEAST_MARGIN)
             run = [sys.executable, "-m", "benchmarks.limited.ours"]
         elif who == "llama":
-            path = gguf_of(shape, rest)
+            path = gguf_of(shape, what)
             memory = self.cage
             peer = environments.LLAMA_AVX2 if self.environment else environments.LLAMA
             python = environments.environment(peer, install=False)
@@ -85,12 +90,13 @@ class Asked:
             raise PeerError(f"side {who!r} is unknown: moepack and llama are known")
         if not path.exists():
             raise PeerError(f"{path} is not there: --make")
-        return [*run, json.dumps(asdict(Order(str(path), options, memory, self.threads, self.prompt, self.decode)))]
+        order = Order(str(path), options, memory, self.threads, self.prompt, self.decode, self.depth)
+        return [*run, json.dumps(asdict(order))]
 
 
 def measure(asked: Asked, shape: Shape) -> Row:
     """Run a side, and say what it did."""
-    row: Row = {"side": asked.side, "cage GB": asked.cage / 1e9}
+    row: Row = {"side": asked.side, "cage GB": asked.cage / 1e9, "depth": asked.depth}
     command = asked.command(shape)
     if asked.cold:
         row["page cache"] = forget(p for p in (bundle_of(shape), gguf_of(shape, "Q4_K_M")) if p.is_file())
@@ -178,6 +184,6 @@ def summary(said: Sequence[Row], prompt: int) -> Row:
 
 
 def kept(path: Path, row: Row, rows: list[Row]) -> None:
-    """Put a row in place of one of the same side and cage, and write the file."""
-    rows[:] = [r for r in rows if (r["side"], r["cage GB"]) != (row["side"], row["cage GB"])] + [row]
+    """Put a row in place of one of the same side, cage and depth, and write the file."""
+    rows[:] = [r for r in rows if any(r[name] != row[name] for name in KEYS)] + [row]
     path.write_text(json.dumps(rows, indent=1) + "\n")

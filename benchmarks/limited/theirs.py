@@ -23,11 +23,16 @@ class Llama(Side):
     """A GGUF file in a context of its own."""
 
     def __init__(self, order: Order) -> None:
-        self._model = Model(order.path, order.length, order.prompt, order.threads, repacked=False)
+        kv = order.options.get("kv", "F16")
+        room = order.depth + order.length
+        deep = order.depth > 0
+        self._model = Model(order.path, room, order.prompt, order.threads, repacked=False, kv=kv, deep=deep)
 
-    def begin(self) -> None:
+    def begin(self, before: list[int], depth: int) -> None:
         """See Side."""
         self._model.clear()
+        if depth:
+            self._model.deepen(before, depth)
 
     def step(self, ids: list[int]) -> None:
         """See Side."""

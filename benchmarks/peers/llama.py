@@ -28,6 +28,9 @@ from .worker import answer, threads
 CONTEXT = 1024
 PROMPT = 512
 _SLICE = 1 << 24  # weights that are float32 at a time
+# A stored sequence of llama.cpp: bytes before its tokens, and what it says of each of them.
+_HEAD = 16
+_CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _models: dict[str, Model] = {}
 _ggml = cache(Ggml)
 
@@ -103,10 +106,20 @@ class Model:
         count: threads.
         repacked: whether weights are copied into llama.cpp's own layout, or stay as they stand in the mapped file.
         flash: whether attention is its fused kernel; None leaves the choice to it.
+        kv: the type of the KV cache's keys and values.
+        deep: whether `deepen` is asked for, which needs a second sequence in the same cache.
     """
 
     def __init__(
-        self, path: str, context: int, batch: int, count: int, repacked: bool, flash: bool | None = None
+        self,
+        path: str,
+        context: int,
+        batch: int,
+        count: int,
+        repacked: bool,
+        flash: bool | None = None,
+        kv: str = "F16",
+        deep: bool = False,
     ) -> None:
         self._llama = llama = self._bindings()
         llama.llama_backend_init()
@@ -121,6 +134,10 @@ class Model:
         wanted.n_batch = batch
         wanted.n_ubatch = batch
         wanted.n_threads = wanted.n_threads_batch = count
+        wanted.type_k = wanted.type_v = TYPES[kv].number
+        if deep:
+            wanted.n_seq_max = 2
+            wanted.kv_unified = True
         self._context = llama.llama_init_from_model(self._model, wanted)
         if not self._context:
             llama.llama_model_free(self._model)
@@ -144,6 +161,29 @@ class Model:
     def clear(self) -> None:
         """Forget the text so far."""
         self._llama.llama_memory_clear(self._llama.llama_get_memory(self._context), True)
+
+    def deepen(self, ids: list[int], depth: int) -> None:
+        """Begin a text of `depth` tokens whose keys and values are those of these few, again and again.
+
+        A stored sequence names each token's position, and is put behind what the text has already.
+        """
+        llama = self._llama
+        self.clear()
+        self.decode(ids)
+        size = llama.llama_state_seq_get_size(self._context, 0)
+        stored = (ctypes.c_uint8 * size)()
+        if llama.llama_state_seq_get_data(self._context, stored, size, 0) != size:
+            raise RuntimeError("llama.cpp does not give its keys and values")
+        cells = np.frombuffer(stored, _CELL, len(ids), _HEAD)
+        if cells["position"].tolist() != list(range(len(ids))):
+            raise RuntimeError("llama.cpp stores a sequence in another way than is known here")
+        memory = llama.llama_get_memory(self._context)
+        for _ in range(depth // len(ids) - 1):
+            cells["position"] += len(ids)
+            if llama.llama_state_seq_set_data(self._context, stored, size, 1) != size:
+                raise RuntimeError("llama.cpp does not take its keys and values back")
+            llama.llama_memory_seq_cp(memory, 1, 0, -1, -1)
+            llama.llama_memory_seq_rm(memory, 1, -1, -1)
 
     def decode(self, ids: list[int]) -> float:
         """Go on with these tokens, as llama-server does; return the seconds of the pass."""

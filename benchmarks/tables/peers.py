@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from benchmarks.common import Row
 from benchmarks.peers.judge import PEERS
 
@@ -68,9 +71,16 @@ def limited_released() -> str:
     return _limited("limited-gpt-oss")
 
 
-def _limited(name: str) -> str:
+@shown
+def limited_depth() -> str:
+    """The same behind contexts of thousands of tokens."""
+    return _limited("limited-depth", {"context": "depth"})
+
+
+def _limited(name: str, more: Mapping[str, str] = MappingProxyType({})) -> str:
     """A cell is empty where there is no figure."""
     columns = {
+        **more,
         "first token, s": "first token s",
         "prompt, tokens/s": "prefill tokens/s",
         "decode, tokens/s": "decode tokens/s",

@@ -150,7 +150,7 @@ def test_a_model_is_not_begun_without_room(tmp_path, monkeypatch):
 def test_a_refusal_is_a_row(bundle, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, "bundle_of", lambda shape: bundle)
     monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
-    row = measured.measure(measured.Asked(SIDE, 600 << 20, 32, 4, 300, 1, cold=False), TINY)
+    row = measured.measure(measured.Asked(SIDE, 600 << 20, 32, 4, 0, 300, 1, cold=False), TINY)
     assert row["result"].startswith("refused: ") and "least" in row["result"]
     assert row["side"] == SIDE and "decode tokens/s" not in row
 
@@ -166,5 +166,5 @@ def test_a_refusal_is_a_row(bundle, monkeypatch, tmp_path):
 def test_an_end_is_a_row(cage, program, seconds, said, monkeypatch, tmp_path):
     monkeypatch.setattr(measured.Asked, "command", lambda self, shape: [sys.executable, "-c", program])
     monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
-    row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, seconds, 1, cold=False), TINY)
+    row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, 0, seconds, 1, cold=False), TINY)
     assert row["result"] == said and row["peak GB"] <= 0.11

@@ -222,7 +222,7 @@ def make_plan(
 
     `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. Of a GPU
     pinned host memory, at most `host_memory` bytes, takes some. At their least the experts leave `ahead` bytes, or at
-    least a ROOM-th of the budget, for caches that will grow; or, if no ladder does, as much as one of them can.
+    least a ROOM-th of the budget, for caches that will grow; if no ladder does, half as many, and so on.
 
     Raises:
         InputError: when versions are missing.
@@ -230,8 +230,7 @@ def make_plan(
             experts of a layer at the best.
     """
     plans = _plans(bundle, options, outside, budget, on_gpu, host_memory)
-    fitting = [plan for needed, plan in plans if needed <= budget]
-    if not fitting:
+    if all(needed > budget for needed, _ in plans):
         from .exceeded import TooSmallError
 
         needed, plan = min(plans, key=lambda found: found[0])
@@ -245,8 +244,10 @@ def make_plan(
             f"that would do is {needed} bytes ({plan.fixed} of them outside the experts)",
             needed,
         )
-    roomy = [plan for needed, plan in plans if needed + min(ahead, budget // ROOM) <= budget]
-    chosen = min(roomy, key=Plan.expected_loss) if roomy else min(plans, key=lambda found: found[0])[1]
+    left = min(ahead, budget // ROOM)
+    while not (roomy := [plan for needed, plan in plans if needed + left <= budget]):
+        left //= 2
+    chosen = min(roomy, key=Plan.expected_loss)
     return replace(chosen, rates=measure_rates(bundle, chosen.ladder)) if options.by_rates and not on_gpu else chosen
 
 

@@ -17,7 +17,9 @@ from moepack.runtime.dense.latent import serve_latents
 from moepack.runtime.experts import backends
 from moepack.runtime.kv import latents
 from moepack.runtime.kv.sizes import cache_bytes
-from moepack.runtime.planning.measure import Workload, _measure
+from moepack.runtime.planning import measure
+from moepack.runtime.planning.measure import _measure
+from moepack.runtime.planning.options import Workload
 from moepack.runtime.planning.outputs import Outputs
 from moepack.runtime.planning.skeleton import LiveBytes, Probe, skeleton
 
@@ -72,7 +74,8 @@ def test_leaving_out_repeated_layers_changes_no_byte(family, kept, monkeypatch):
     """What a prompt and a token take, at a short and a long cache: of five layers, and of those that differ."""
     every = {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]}
     config = tiny_models.config_of(family, {"num_hidden_layers": 5, **(every if family == "gpt_oss" else {})})
-    layers = described(skeleton(config, torch.bfloat16)[0])
+    bundle = SimpleNamespace(layers=described(skeleton(config, torch.bfloat16)[0]), manifest=SimpleNamespace(dense=()))
+    monkeypatch.setattr(measure, "_in_file", lambda model, bundle: 0)
     numbers = []
     shorten = Probe.shorten
 
@@ -84,7 +87,7 @@ def test_leaving_out_repeated_layers_changes_no_byte(family, kept, monkeypatch):
     for instead in (counted, lambda self: None):
         monkeypatch.setattr(Probe, "shorten", instead)
         asked = Workload(kv_tokens=100, prefill_tokens=24, batch=2)
-        made.append(_measure(config, torch.bfloat16, torch.device("cpu"), layers, asked, False))
+        made.append(_measure(bundle, config, torch.bfloat16, torch.device("cpu"), asked, (), False))
     assert made[0] == made[1] and numbers == [kept]
 
 

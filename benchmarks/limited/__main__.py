@@ -45,6 +45,7 @@ DECODE = 128
 COLUMNS = (
     "side",
     "cage GB",
+    "depth",
     "first token s",
     "prefill tokens/s",
     "decode tokens/s",

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +46,18 @@ class Moepack(Side):
         )
         self._served: Counter[str] = Counter()  # uses of experts, by version, in the tokens that were looked at
         self._steps = 0
-        self._looks = False
-        for layer, held in zip(self._model.model.layers, self._model.moepack.layers, strict=True):
-            layer.mlp.experts.register_forward_hook(partial(self._look, held))
+
+    @contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Count the versions that a pass is served. Hooks let experts run apart from their layer, so few passes do."""
+        layers = zip(self._model.model.layers, self._model.moepack.layers, strict=True)
+        hooks = [layer.mlp.experts.register_forward_hook(partial(self._look, held)) for layer, held in layers]
+        yield
+        for hook in hooks:
+            hook.remove()
 
     def _look(self, held: LayerExperts, module: nn.Module, given: tuple[Tensor, ...], out: object) -> None:
-        if self._looks:
-            self._served.update(str(held.current.handles[e]) for e in given[1].flatten().tolist())
+        self._served.update(str(held.current.handles[e]) for e in given[1].flatten().tolist())
 
     def begin(self, before: list[int], depth: int) -> None:
         """See Side."""
@@ -58,7 +66,8 @@ class Moepack(Side):
         self._cache = DynamicCache(config=self._model.config)
         if depth:
             self._pass(before)
-            for layer in self._cache.layers:
+            layers: list[Any] = self._cache.layers
+            for layer in layers:
                 times = (1, 1, depth // len(before), 1)
                 layer.keys, layer.values = layer.keys.repeat(times), layer.values.repeat(times)
 
@@ -69,8 +78,9 @@ class Moepack(Side):
     def step(self, ids: list[int]) -> None:
         """See Side."""
         self._steps += 1
-        self._looks = len(ids) == 1 and self._steps % EVERY == 0
-        self._pass(ids)
+        looks = len(ids) == 1 and self._steps % EVERY == 0
+        with self._looking() if looks else nullcontext():
+            self._pass(ids)
 
     def facts(self) -> Row:
         """See Side."""

@@ -92,6 +92,21 @@ class LayerFileWriter:
         )
 
 
+def is_whole(path: Path, entry: ExpertFileEntry) -> bool:
+    """Whether a layer file has the bytes that its entry describes."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(entry.header_size)
+            if hashlib.sha256(head).hexdigest() != entry.header_sha256:
+                return False
+            header = parse_header(head, os.fstat(file.fileno()).st_size, str(path))
+            extents = sorted(header.tensors.values(), key=lambda t: t.begin)
+            found = [hashlib.sha256(file.read(t.end - t.begin)).hexdigest() for t in extents]
+    except (OSError, BundleError):
+        return False
+    return found == header.metadata["sha256"].split(",")
+
+
 class LayerFile:
     """A layer file opened for reading. Its header is checked against the manifest's entry and against the layer.
 

@@ -36,7 +36,7 @@ from .executors.engine import check_engine, open_executor
 from .model_card import model_card
 from .recipe import NATIVE, Recipe, check_beside, parse_recipe, with_native, with_versions
 from .start import WAY, quantize_settings, resume
-from .work import ADDED, WorkDirectory
+from .work import ADDED, WorkDirectory, check_work
 
 _CARD = "README.md"
 _PULLED = (".pulled.json", ".pulling")  # records of a pull from the Hub, which do not hold for the new bundle
@@ -81,7 +81,8 @@ def add(
     target = Path(output)
     check_engine(engine, address)
     check_device(device)
-    with contextlib.closing(WorkDirectory(Path(work))) as directory:
+    check_work(Path(work), target)
+    with contextlib.closing(WorkDirectory(Path(work), reporter)) as directory:
         record = run_record(directory)
         made = quantised_settings(directory)
         _check_checkpoint(checkpoint, revision, record, directory)

@@ -37,9 +37,9 @@ from .artifacts import SHARD, RunRecord, finished, quantised_recipe, run_record,
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe
 from .released import keep_released
-from .tasks.layer import LOSSES, file_name, join_losses
+from .tasks.layer import LOSSES, join_losses
 from .tasks.logits import logits_tables
-from .work import WorkDirectory
+from .work import WorkDirectory, dense_name, expert_name
 
 LOSSES_OF_EXPERTS = "losses.safetensors"
 JOINED = "joined"  # the work directory's folder for losses that are joined from several stages
@@ -108,14 +108,14 @@ def assemble(
         _dense(work, writer, record["decoder_layers"], layers[0], dense)
         for part, _, files in parts:
             for version, stage in chosen.dense.items():
-                source = work.piece(stage, part, file_name(version.name))
+                source = work.piece(stage, part, dense_name(version.name))
                 writer.adopt(dense_file(version.name, part), source, files[version.name])
         reporter.step("tables")
         tables = _tables(work, writer, layers, parts, chosen, logits)
         for layer in layers:
             reporter.step(f"layer {layer.index}")
             for version, stage in chosen.stages.items():
-                source = work.piece(stage, layer.index, f"{version.name}.safetensors")
+                source = work.piece(stage, layer.index, expert_name(version.name))
                 entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
                 writer.adopt(expert_file(version.name, layer.index), source, entry)
         _config(Path(record["checkpoint"]), record["untied"], writer)
@@ -304,13 +304,13 @@ def _allocation(
     versions = tuple(stages)
     columns = tables.columns([v.name for v in versions])
     for layer, table in zip(layers, tables.layers, strict=True):
-        extents = [_extents(work.piece(s, layer.index, f"{v.name}.safetensors"), layer) for v, s in stages.items()]
+        extents = [_extents(work.piece(s, layer.index, expert_name(v.name)), layer) for v, s in stages.items()]
         costs.append(LayerCosts.of(table, columns, [list(row) for row in zip(*extents, strict=True)]))
     if not how.dense or tables.dense is None:
         return allocate(how, layers, versions, costs)
     rows = []
     for part in dense_layers(matrices):
-        sizes = [_extents(work.piece(s, part.index, file_name(v.name)), part) for v, s in chosen.dense.items()]
+        sizes = [_extents(work.piece(s, part.index, dense_name(v.name)), part) for v, s in chosen.dense.items()]
         rows += [list(row) for row in zip(*sizes, strict=True)]
     weights = [m.matrix.weights for m in matrices]
     both = DenseCosts.of(weights, [v.name for v in chosen.dense], tables.dense, rows)

@@ -19,14 +19,14 @@ from moepack.shared.progress import Reporter
 from moepack.shared.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import DIGESTS, PROBE, RECIPE, RunRecord, run_record, save, watched
+from .artifacts import PROBE, RECIPE, RunRecord, run_record, save, watched
 from .bound import MAPPED, MemoryPlan, place
 from .needs import Dense, needs_of
 from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
 from .released import announce
 from .run import LayerWalk
 from .tasks.result import THREADS
-from .work import WorkDirectory
+from .work import DIGESTS, WorkDirectory
 
 if TYPE_CHECKING:
     from moepack.calibrate.checkpoint import Checkpoint

@@ -58,7 +58,7 @@ def estimate(
     check_engine(engine, address)
     check_target(Path(output))
     if work is not None:
-        check_work(Path(work))
+        check_work(Path(work), Path(output))
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe)
     with reporter.hub_bars():

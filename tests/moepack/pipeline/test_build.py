@@ -87,9 +87,46 @@ def test_quantised_by_another_recipe_than_calibrated(short_model, text, evaluati
     monkeypatch.setattr(losses, "ESTIMATE", now + 1)
     with pytest.raises(InputError, match=f"made with estimate of losses {now}, now {now + 1}: .*fresh"):
         pipeline.quantize(work, str(other))
-    (work / "settings.json").unlink()
     with pytest.raises(InputError, match="run moepack calibrate first"):
-        pipeline.quantize(work)
+        pipeline.quantize(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "files", [["quantize/notes.txt"], ["objects/mine.txt", "lock"], ["settings.json"], ["config.json"]]
+)
+@pytest.mark.parametrize("more", [[], ["--fresh"], ["--dry-run"]])
+def test_a_directory_with_other_files_is_no_work_directory(files, more, short_model, text, tmp_path):
+    for name in files:
+        (tmp_path / "w" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "w" / name).write_text("mine")
+    before = tree(tmp_path)
+    words = ["build", short_model, "-o", tmp_path / "b", "-c", text, "--work", tmp_path / "w", *more]
+    refused(
+        cli(*words, "-q"), f"{tmp_path / 'w'}: holds files and is no work directory of moepack: name another --work"
+    )
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("inside", ["", "work"])
+@pytest.mark.parametrize(
+    "words", [["build", "MODEL"], ["build", "MODEL", "--dry-run"], ["build", "MODEL", "--add", "w2"], ["pack"]]
+)
+def test_a_work_directory_in_the_output_is_refused_at_the_start(words, inside, short_model, tmp_path):
+    words = [short_model if word == "MODEL" else word for word in words]
+    work = tmp_path / "b" / inside
+    refused(cli(*words, "-o", tmp_path / "b", "--work", work, "-q"), f"{work}: lies in the bundle's directory")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"calibrate": 1}'])
+def test_damaged_settings_are_started_over(damaged, short_model, text, tmp_path, whole):
+    work = tmp_path / "w"
+    build_from(RTN, short_model, tmp_path / "a", [text], work=work)
+    (work / "settings.json").write_text(damaged)
+    with pytest.raises(TargetError, match="settings.json: is damaged: start over with .* fresh"):
+        build_from(RTN, short_model, tmp_path / "b", [text], work=work)
+    build_from(RTN, short_model, tmp_path / "b", [text], work=work, fresh=True)
+    assert tree(tmp_path / "b") == whole
 
 
 @pytest.mark.parametrize("at", ["rename", "rmtree"])

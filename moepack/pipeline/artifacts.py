@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from moepack.pack.errors import InputError, TargetError
+from moepack.pack.errors import InputError
+from moepack.pack.files import writing
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.safetensors_file import read_header
 from moepack.pack.spec import LOSSLESS, Version
@@ -84,13 +85,13 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     """Write tensors to a safetensors file. A killed process leaves a whole file at `path`, or none."""
     temporary = path.with_name(path.name + ".partial")
     try:
-        with temporary.open("wb") as file:
-            write_saved(file, tensors, metadata or {})
-        sync(temporary)
-    except OSError as error:
+        with writing(path):
+            with temporary.open("wb") as file:
+                write_saved(file, tensors, metadata or {})
+            sync(temporary)
+            temporary.rename(path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise TargetError(f"{path}: cannot be written: {error.strerror}") from None
-    temporary.rename(path)
 
 
 def load_hidden(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

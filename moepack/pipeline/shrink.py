@@ -84,11 +84,13 @@ def shrink(
     )
     export = lossless(manifest.versions) is not None and bundle.files.keys() == bundle.manifest.files.keys()
     reporter.stage("shrink", len(bundle.files) + len(names))
+    taken = [n for n in bundle.files if n != "README.md" and (export or n not in (TENSORS, LEFTOVERS))]
+    linked = [bundle.path / n for n in (*taken, *names) if n.endswith(_LINKED)]
     with BundleWriter(target) as writer:
-        for name in bundle.files:
-            if name != "README.md" and not (name in (TENSORS, LEFTOVERS) and not export):
-                reporter.step(name)
-                writer.take(name, bundle.path / name, bundle.manifest.files[name], link=name.endswith(_LINKED))
+        writer.check_room(linked, sum(bundle.files[n] for n in taken if not n.endswith(_LINKED)))
+        for name in taken:
+            reporter.step(name)
+            writer.take(name, bundle.path / name, bundle.manifest.files[name], link=name.endswith(_LINKED))
         for name in names:
             reporter.step(name)
             writer.adopt(name, bundle.path / name, bundle.manifest.expert_files[name])

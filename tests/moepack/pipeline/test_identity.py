@@ -206,7 +206,7 @@ def test_a_damaged_piece_is_made_again(file, how, kept, text, tmp_path):
         data[-20] ^= 64
         (work / file).write_bytes(data if how == "flipped" else data[:-20])
     alone = shutil.copytree(work, tmp_path / "alone")
-    with pytest.raises(InputError, match="is not (calibrated|quantised): run moepack"):
+    with pytest.raises(InputError, match=r"is not (calibrated|quantised): run moepack"):
         pipeline.pack(alone, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
     notes = Notes()

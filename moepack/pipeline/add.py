@@ -91,10 +91,9 @@ def add(
         # A bundle from the Hub may hold fewer versions than its manifest names.
         asked = {tuple(wanted.values())}
         if old is not None and asked == {(b.versions, b.dense_versions) for b in (old, old.manifest)}:
-            reporter.note(f"{target}: holds these versions already")
             methods = made_by(old.calibration())  # a shrunk bundle's tables have more versions
             methods = {v.name: methods[v.name] for v in wanted["versions"] if v.name in methods}
-            return report(target, record, methods, wanted["dense"])
+            return report(target, record, methods, wanted["dense"], unchanged=True)
         stages = {kind: _stages(directory, record, kind, wanted[kind], made, fresh) for kind in _ALIKE}
         if old is not None:
             _check_recipe(directory, target, quantize_settings(recipe), made)

@@ -55,6 +55,7 @@ class BuildReport:
     methods: dict[str, dict[str, int]]  # version -> method -> experts that it made
     unused_tensors: int  # tensors of the checkpoint that the model lacks
     dense: tuple[str, ...] = ()  # versions of dense matrices
+    unchanged: bool = False  # whether the bundle had all versions before
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +153,15 @@ def assemble(
 
 
 def report(
-    target: Path, record: RunRecord, methods: dict[str, dict[str, int]], dense: Sequence[Version]
+    target: Path,
+    record: RunRecord,
+    methods: dict[str, dict[str, int]],
+    dense: Sequence[Version],
+    unchanged: bool = False,
 ) -> BuildReport:
     """Make the report on the bundle at `target`, from the record of the run that made it (`run_record`)."""
     tokens = record["samples"] * record["length"]
-    return BuildReport(target, tokens, methods, record["unused"], tuple(v.name for v in dense))
+    return BuildReport(target, tokens, methods, record["unused"], tuple(v.name for v in dense), unchanged)
 
 
 def expert_layers(record: RunRecord) -> tuple[ExpertLayer, ...]:

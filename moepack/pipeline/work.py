@@ -197,11 +197,14 @@ class WorkDirectory:
             self._reporter.stage("check finished pieces", len(markers))
         for marker in markers:
             self._reporter.step(marker.parent.relative_to(self.path).as_posix())
-            damaged = _damaged(marker.parent, self.read(marker) or {})
+            try:
+                damaged = _damaged(marker.parent, self.read(marker) or {})
+            except (TypeError, AttributeError):  # of JSON that no build wrote
+                damaged = [marker]
             for path in damaged:
                 self.drop(path)
             if damaged:
-                marker.unlink()
+                marker.unlink(missing_ok=True)
 
     def drop(self, path: Path) -> None:
         """Remove a damaged file, and say so."""

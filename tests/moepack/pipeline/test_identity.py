@@ -194,17 +194,19 @@ def kept(demo_model, text, tmp_path_factory):
         ("calibrate/layer-000/statistics.safetensors", "flipped"),
         ("calibrate/layer-001/observation.safetensors", "flipped"),
         ("calibrate/layer-001/hidden.safetensors", "cut"),
+        ("quantize/layer-001/done.json", "renamed"),
     ],
 )
 def test_a_damaged_piece_is_made_again(file, how, kept, text, tmp_path):
     """A build says which, and ends in the same bytes; `pack`, which cannot make it, refuses it."""
     checkpoint, recipe, source, whole = kept
     work = Path(shutil.copytree(source, tmp_path / "w"))
-    data = bytearray((work / file).read_bytes())
+    data = (work / file).read_bytes()
     (work / file).unlink()
+    flipped = data[:-20] + bytes([data[-20] ^ 64]) + data[-19:]
     if how != "gone":
-        data[-20] ^= 64
-        (work / file).write_bytes(data if how == "flipped" else data[:-20])
+        made = {"flipped": flipped, "cut": data[:-20], "renamed": data.replace(b"payload", b"qayload")}
+        (work / file).write_bytes(made[how])
     alone = shutil.copytree(work, tmp_path / "alone")
     with pytest.raises(InputError, match=r"is not (calibrated|quantised): run moepack"):
         pipeline.pack(alone, tmp_path / "packed")

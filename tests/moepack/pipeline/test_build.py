@@ -105,6 +105,12 @@ def test_a_directory_with_other_files_is_no_work_directory(files, more, short_mo
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("flag", ["--keep", "--fresh"])
+def test_what_is_of_a_work_directory_needs_one(flag, short_model, tmp_path):
+    refused(cli("build", short_model, "-o", tmp_path / "b", flag), f"{flag} ", "work directory: name one with --work")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("inside", ["", "work"])
 @pytest.mark.parametrize(
     "words", [["build", "MODEL"], ["build", "MODEL", "--dry-run"], ["build", "MODEL", "--add", "w2"], ["pack"]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -222,6 +223,13 @@ class _Shapes:
         try:
             made = converter.convert(target, model=self._model, config=self._model.config)
         except CODE_ERRORS as error:
+            for keys in patterns.values():
+                shapes = {key: list(self._checkpoint.shape(key)) for key in keys}
+                usual, _ = Counter(map(str, shapes.values())).most_common(1)[0]
+                for key, shape in shapes.items():
+                    if str(shape) != usual:
+                        others = f"those beside it, of {target}, are {usual}"
+                        raise InputError(f"{self._checkpoint.name}: {key} is {shape}, {others}") from None
             raise InputError(f"{self._checkpoint.name}: {first} cannot be converted: {in_a_line(error)}") from None
         one = ((name, value[0] if isinstance(value, list) else value) for name, value in made.items())
         return {name: tuple(tensor.shape) for name, tensor in one}

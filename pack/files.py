@@ -16,7 +16,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Literal
 
-from .errors import BundleError, Kind
+from .errors import BundleError, Kind, TargetError
 
 _FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY
@@ -30,6 +30,15 @@ def advise(file: int, advice: Literal["RANDOM", "DONTNEED"], at: int = 0, size: 
     """Tell the system how it need not cache a range of a file, by default all; macOS takes no such advice."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, at, size, getattr(os, f"POSIX_FADV_{advice}"))
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of what writes a file into a TargetError that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise TargetError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 def open_file(root: Path, name: str) -> int:

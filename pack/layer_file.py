@@ -6,6 +6,7 @@ file mapping: an extent is a view, and no bytes are copied. FORMAT.md, "Layer fi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -17,7 +18,7 @@ import numpy as np
 
 from .codec.bits import Buffer
 from .errors import BundleError, Kind
-from .files import advise, open_file
+from .files import advise, open_file, writing
 from .manifest import ExpertFileEntry
 from .safetensors_file import Header, make_header, parse_header
 from .spec import MAX_EXTENT, MEMORY_PAGE, PAGE, DenseLayer, ExpertLayer, Version, align
@@ -52,14 +53,16 @@ class LayerFileWriter:
         self.entry: ExpertFileEntry | None = None
         self._header_size = header_size(version, layer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._temporary.open("wb")
-        self._file.seek(self._header_size)
+        with writing(path):
+            self._file = self._temporary.open("wb")
+            self._file.seek(self._header_size)
 
     def add(self, extent: Buffer, payload: int) -> None:
         """Write the next extent: whole pages, with `payload` bytes that are not padding."""
         if len(extent) % PAGE or len(self._sizes) == self._layer.extents:
             raise ValueError("an extent is whole pages, and a layer has no more extents than experts or matrices")
-        self._file.write(extent.data)
+        with writing(self._path):
+            self._file.write(extent.data)
         self._sizes.append(len(extent))
         self._digests.append(hashlib.sha256(extent.data).hexdigest())
         self._payload += payload
@@ -72,8 +75,9 @@ class LayerFileWriter:
             if kind is None:
                 self._finish()
         finally:
-            self._file.close()
             self._temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it writes once more what a full disk has refused
+                self._file.close()
 
     def _finish(self) -> None:
         if len(self._sizes) != self._layer.extents:
@@ -82,14 +86,30 @@ class LayerFileWriter:
         header = make_header(names, _metadata(self._version, self._layer, self._digests), self._header_size)
         if len(header) != self._header_size:
             raise ValueError("the reserved header is too small")
-        self._file.seek(0)
-        self._file.write(header)
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._temporary.rename(self._path)
+        with writing(self._path):
+            self._file.seek(0)
+            self._file.write(header)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._temporary.rename(self._path)
         self.entry = ExpertFileEntry(
             self._header_size + sum(self._sizes), len(header), hashlib.sha256(header).hexdigest(), self._payload
         )
+
+
+def is_whole(path: Path, entry: ExpertFileEntry) -> bool:
+    """Whether a layer file has the bytes that its entry describes."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(entry.header_size)
+            if hashlib.sha256(head).hexdigest() != entry.header_sha256:
+                return False
+            header = parse_header(head, os.fstat(file.fileno()).st_size, str(path))
+            extents = sorted(header.tensors.values(), key=lambda t: t.begin)
+            found = [hashlib.sha256(file.read(t.end - t.begin)).hexdigest() for t in extents]
+    except (OSError, BundleError):
+        return False
+    return found == header.metadata["sha256"].split(",")
 
 
 class LayerFile:

@@ -260,7 +260,8 @@ def write_tables(
     file of the dense matrices' tables, and the versions of its columns.
     """
     parts = [(part, f"layers.{index}.") for index, files in layers.items() for part in files]
-    columns = dict(read_header(next(iter(layers.values()))[1]).metadata)
+    found = read_header(next(iter(layers.values()))[1]).metadata
+    columns = {name: found[name] for name in metadata((), ())}
     if dense is not None:
         parts.append((dense[0], "dense."))
         columns["dense_versions"] = ",".join(dense[1])

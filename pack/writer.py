@@ -16,14 +16,16 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from .errors import TargetError
+from .files import writing
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
 
+_AT_ONCE = 1 << 24  # bytes copied at once
 LOCK = "lock"  # the file in a folder by which it is held
 # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
 _HERE = -100
@@ -113,11 +115,22 @@ def sync(path: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Write or replace a small file in one step: a killed process leaves the old file or the new one."""
     temporary = path.with_name(path.name + ".partial")
-    with temporary.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    temporary.rename(path)
+    try:
+        with writing(path):
+            with temporary.open("wb") as f:
+                f.write(data)
+                f.flush()
+                os.fsync(f.fileno())
+            temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_room(folder: Path, target: Path, needed: int) -> None:
+    """Raise TargetError if the disk of `folder` lacks room for so many bytes of what will be `target`."""
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise TargetError(f"{target}: the disk lacks room: {needed:,} bytes to write, {free:,} free")
 
 
 def hold(folder: Path, busy: str) -> int:
@@ -157,6 +170,8 @@ def _lock(folder: Path) -> int:
 class BundleWriter:
     """Writer of the bundle at `target`. A context manager: leaving it without `finish` removes what was written.
 
+    An OSError of a file that is written inside the context becomes a TargetError that names the file.
+
     `keep` names the files that a new bundle takes from the bundle it replaces. With None, `target` must be new or
     empty. Raises TargetError for any other target, and while another process is replacing the bundle.
     """
@@ -165,6 +180,7 @@ class BundleWriter:
         self._target = target.absolute()
         self._keep = keep
         self._lock = -1
+        self._last = ""  # the file that is written
         partial = f".{self._target.name}.partial-"
         self.root = self._target.with_name(f"{partial}{secrets.token_hex(4)}")
         if keep is None:
@@ -190,9 +206,17 @@ class BundleWriter:
 
     def path(self, name: str) -> Path:
         """Make the directory of the bundle's file `name`, and return the path at which to write the file."""
+        self._last = name
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
+
+    def check_room(self, linked: Iterable[Path], written: int) -> None:
+        """Raise TargetError if the disk lacks room for so many bytes, and for copies of files that cannot be linked."""
+        device = self.root.stat().st_dev
+        found = [path.stat() for path in linked]
+        copied = sum(file.st_size for file in found if file.st_dev != device)
+        check_room(self.root, self._target, written + copied)
 
     def add(self, name: str) -> None:
         """Take the finished file at `path(name)` into the bundle. An OSError names the path."""
@@ -219,7 +243,8 @@ class BundleWriter:
                 raise OSError
             path.hardlink_to(source)
         except OSError:
-            shutil.copyfile(source, path)
+            with source.open("rb") as read, path.open("wb") as copy:
+                shutil.copyfileobj(read, copy, _AT_ONCE)
 
     def with_files(self, manifest: Manifest) -> Manifest:
         """A copy of the manifest that lists the files added so far."""
@@ -231,8 +256,8 @@ class BundleWriter:
         for name in self._keep or ():
             self._carry(name)
         for name in (*self._files, *self._expert_files):
-            sync(self.root / name)
-        replace_file(self.root / MANIFEST, manifest.to_json())
+            sync(self.path(name))
+        replace_file(self.path(MANIFEST), manifest.to_json())
         for directory in (*(p for p in self.root.rglob("*") if p.is_dir()), self.root):
             sync(directory)
         if self._keep is None:
@@ -261,3 +286,5 @@ class BundleWriter:
                 remove_empty(self._target.parent, self._first_made)
         if self._lock >= 0:
             os.close(self._lock)
+        if isinstance(error, OSError) and (error.filename is None or self.root in Path(error.filename).parents):
+            raise TargetError(f"{self._target / self._last}: cannot be written: {error.strerror or error}") from None

@@ -168,7 +168,8 @@ def pack(work: flag.Work, output: flag.Output, as_json: flag.Json = False, quiet
 
 
 def _report(report: BuildReport, as_json: bool) -> None:
-    lines = [f"bundle {report.bundle}, calibrated on {report.calibration_tokens:,} tokens"]
+    said = "holds these versions already: nothing to add; " if report.unchanged else ""
+    lines = [f"bundle {report.bundle}, {said}calibrated on {report.calibration_tokens:,} tokens"]
     for version, methods in report.methods.items():
         lines.append(f"  {version}: {', '.join(f'{n} experts by {m}' for m, n in methods.items())}")
     lines += [f"  dense matrices: {', '.join(report.dense)}"] if report.dense else []

@@ -6,7 +6,6 @@ are checked.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from moepack.pack.manifest import CARD, LEFTOVERS, MANIFEST
 from moepack.pack.reader import Bundle, verify
 from moepack.pack.spec import version_names
 from moepack.pack.tables import TABLES
+from moepack.pack.writer import check_room
 from moepack.reports.fitting import Described, fitting
 from moepack.runtime.planning.options import LoadOptions
 from moepack.shared.progress import Reporter
@@ -167,9 +167,7 @@ def _has(path: Path, size: int) -> bool:
 def _check_room(staging: Staging, missing: Mapping[str, int]) -> None:
     needed = sum(size for name, size in missing.items() if not _has(staging.files / name, size))
     partly = sum(f.stat().st_size for f in staging.files.rglob("*.incomplete"))
-    free = shutil.disk_usage(staging.target).free
-    if needed - partly > free:
-        raise TargetError(f"{staging.target}: the disk lacks room: {needed - partly:,} bytes to write, {free:,} free")
+    check_room(staging.target, staging.target, needed - partly)
 
 
 def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], reporter: Reporter) -> None:

@@ -36,7 +36,7 @@ from .executors.engine import check_engine, open_executor
 from .model_card import model_card
 from .recipe import NATIVE, Recipe, check_beside, parse_recipe, with_native, with_versions
 from .start import WAY, quantize_settings, resume
-from .work import ADDED, WorkDirectory
+from .work import ADDED, WorkDirectory, check_work
 
 _CARD = "README.md"
 _PULLED = (".pulled.json", ".pulling")  # records of a pull from the Hub, which do not hold for the new bundle
@@ -81,7 +81,8 @@ def add(
     target = Path(output)
     check_engine(engine, address)
     check_device(device)
-    with contextlib.closing(WorkDirectory(Path(work))) as directory:
+    check_work(Path(work), target)
+    with contextlib.closing(WorkDirectory(Path(work), reporter)) as directory:
         record = run_record(directory)
         made = quantised_settings(directory)
         _check_checkpoint(checkpoint, revision, record, directory)
@@ -90,10 +91,9 @@ def add(
         # A bundle from the Hub may hold fewer versions than its manifest names.
         asked = {tuple(wanted.values())}
         if old is not None and asked == {(b.versions, b.dense_versions) for b in (old, old.manifest)}:
-            reporter.note(f"{target}: holds these versions already")
             methods = made_by(old.calibration())  # a shrunk bundle's tables have more versions
             methods = {v.name: methods[v.name] for v in wanted["versions"] if v.name in methods}
-            return report(target, record, methods, wanted["dense"])
+            return report(target, record, methods, wanted["dense"], unchanged=True)
         stages = {kind: _stages(directory, record, kind, wanted[kind], made, fresh) for kind in _ALIKE}
         if old is not None:
             _check_recipe(directory, target, quantize_settings(recipe), made)

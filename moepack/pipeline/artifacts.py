@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
-from moepack.pack.errors import InputError, TargetError
+from moepack.pack.errors import InputError
+from moepack.pack.files import writing
 from moepack.pack.manifest.strict_json import JsonObject
-from moepack.pack.safetensors_file import DTYPES, make_header, read_header
+from moepack.pack.safetensors_file import read_header
 from moepack.pack.spec import LOSSLESS, Version
 from moepack.pack.writer import sync
 
 from .recipe import Recipe, parse_recipe, with_native
+from .saved import write_saved
 from .work import WorkDirectory
 
 if TYPE_CHECKING:
@@ -23,12 +25,9 @@ if TYPE_CHECKING:
     from moepack.calibrate.forward import Observation
 
 MOMENTS = "moments.safetensors"
-DIGESTS = "digests.json"  # of the checkpoint's files
 PROBE = "probe.safetensors"  # the text of `moepack.calibrate.logits`, token ids
 RECIPE = "recipe.yaml"  # in a stage's folder: the recipe that it quantises by
 SHARD = 4 << 30  # the most bytes of dense tensors in one file
-_WRITTEN = 1 << 24  # bytes written at once; no more of a mapped tensor is in memory
-_NAMES = {f"torch.{in_torch}": name for name, (_, in_torch, _) in DTYPES.items()}
 
 
 class RunRecord(TypedDict):
@@ -82,29 +81,17 @@ def quantised_recipe(directory: WorkDirectory) -> Recipe:
     return with_native(parse_recipe(text, where), *natives_of(record))
 
 
-def save(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None = None) -> None:
+def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors to a safetensors file. A killed process leaves a whole file at `path`, or none."""
-    import torch
-
-    from moepack.calibrate.held import release
-
-    # Wide elements first, as the format advises.
-    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
-    header = make_header({n: (_NAMES[str(tensors[n].dtype)], tuple(tensors[n].shape)) for n in order}, metadata or {})
     temporary = path.with_name(path.name + ".partial")
     try:
-        with temporary.open("wb") as file:
-            file.write(header)
-            for name in order:
-                whole = tensors[name].detach().cpu().contiguous()
-                for part in whole.view(-1).view(torch.uint8).split(_WRITTEN):
-                    file.write(part.numpy().data)
-                    release(whole)
-        sync(temporary)
-    except OSError as error:
+        with writing(path):
+            with temporary.open("wb") as file:
+                write_saved(file, tensors, metadata or {})
+            sync(temporary)
+            temporary.rename(path)
+    finally:
         temporary.unlink(missing_ok=True)
-        raise TargetError(f"{path}: cannot be written: {error.strerror}") from None
-    temporary.rename(path)
 
 
 def load_hidden(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

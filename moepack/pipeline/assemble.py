@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -37,9 +37,10 @@ from .artifacts import SHARD, RunRecord, finished, quantised_recipe, run_record,
 from .model_card import carried, hub_commit, hub_id, model_card
 from .recipe import Allocate, Recipe
 from .released import keep_released
-from .tasks.layer import LOSSES, file_name, join_losses
+from .saved import write_saved
+from .tasks.layer import LOSSES, join_losses
 from .tasks.logits import logits_tables
-from .work import WorkDirectory
+from .work import WorkDirectory, dense_name, expert_name
 
 LOSSES_OF_EXPERTS = "losses.safetensors"
 JOINED = "joined"  # the work directory's folder for losses that are joined from several stages
@@ -54,6 +55,7 @@ class BuildReport:
     methods: dict[str, dict[str, int]]  # version -> method -> experts that it made
     unused_tensors: int  # tensors of the checkpoint that the model lacks
     dense: tuple[str, ...] = ()  # versions of dense matrices
+    unchanged: bool = False  # whether the bundle had all versions before
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +97,38 @@ def assemble(
     layers = expert_layers(record)
     for part in (None, *range(record["decoder_layers"])):
         finished(work, "calibrate", part)
-    notes = {(v, x.index): finished(work, stage, x.index) for v, stage in chosen.stages.items() for x in layers}
+    entries = {
+        (v, x.index): ExpertFileEntry(**finished(work, stage, x.index)["entries"][v.name])
+        for v, stage in chosen.stages.items()
+        for x in layers
+    }
     parts = _dense_parts(work, record["dense"], chosen.dense) if chosen.dense else []
     dense = tuple(m for _, matrices, _ in parts for m in matrices)
     allocation = chosen.recipe.allocation
     logits: dict[int, Path] = {}
     if allocation is not None and allocation.weight == "logits":
         logits = logits_tables(work, record, layers, chosen.stages, JOINED, reporter)
-    reporter.stage("pack", len(layers) + 2)
+    leave_out = {f"{m.module}.{name}" for m in dense for name in ("weight", "bias")}
+    sources = _dense_sources(work, record["decoder_layers"], leave_out)
+    placed = [
+        (dense_file(v.name, part), work.piece(stage, part, dense_name(v.name)), files[v.name])
+        for part, _, files in parts
+        for v, stage in chosen.dense.items()
+    ] + [
+        (expert_file(v.name, x.index), work.piece(stage, x.index, expert_name(v.name)), entries[v, x.index])
+        for x in layers
+        for v, stage in chosen.stages.items()
+    ]
+    reporter.stage("pack", len(placed) + 3)
     with BundleWriter(target, keep) as writer:
+        writer.check_room([source for _, source, _ in placed], sum(sources.values()))
         reporter.step("dense tensors")
-        _dense(work, writer, record["decoder_layers"], layers[0], dense)
-        for part, _, files in parts:
-            for version, stage in chosen.dense.items():
-                source = work.piece(stage, part, file_name(version.name))
-                writer.adopt(dense_file(version.name, part), source, files[version.name])
+        _dense(writer, sources, leave_out, layers[0])
         reporter.step("tables")
         tables = _tables(work, writer, layers, parts, chosen, logits)
-        for layer in layers:
-            reporter.step(f"layer {layer.index}")
-            for version, stage in chosen.stages.items():
-                source = work.piece(stage, layer.index, f"{version.name}.safetensors")
-                entry = ExpertFileEntry(**notes[version, layer.index]["entries"][version.name])
-                writer.adopt(expert_file(version.name, layer.index), source, entry)
+        for name, source, entry in placed:
+            reporter.step(name)
+            writer.adopt(name, source, entry)
         _config(Path(record["checkpoint"]), record["untied"], writer)
         exact = lossless(tuple(chosen.dense))
         own = {m.module: exact for m in dense} if exact else {}
@@ -142,11 +153,15 @@ def assemble(
 
 
 def report(
-    target: Path, record: RunRecord, methods: dict[str, dict[str, int]], dense: Sequence[Version]
+    target: Path,
+    record: RunRecord,
+    methods: dict[str, dict[str, int]],
+    dense: Sequence[Version],
+    unchanged: bool = False,
 ) -> BuildReport:
     """Make the report on the bundle at `target`, from the record of the run that made it (`run_record`)."""
     tokens = record["samples"] * record["length"]
-    return BuildReport(target, tokens, methods, record["unused"], tuple(v.name for v in dense))
+    return BuildReport(target, tokens, methods, record["unused"], tuple(v.name for v in dense), unchanged)
 
 
 def expert_layers(record: RunRecord) -> tuple[ExpertLayer, ...]:
@@ -174,28 +189,30 @@ def _dense_parts(work: WorkDirectory, wanted: Sequence[int | None], stages: Mapp
     return out
 
 
-def _dense(
-    work: WorkDirectory, writer: BundleWriter, decoder_layers: int, first: ExpertLayer, elsewhere: Sequence[DenseMatrix]
-) -> None:
-    """Write dense tensors, except the matrices `elsewhere`, in files of at most SHARD bytes; add a tripwire.
+def _dense_sources(work: WorkDirectory, decoder_layers: int, leave_out: Container[str]) -> dict[Path, int]:
+    """The files of dense tensors, with their bytes without the tensors `leave_out`."""
+    parts = [work.piece("calibrate", i, "dense.safetensors") for i in (None, *range(decoder_layers))]
+    parts += sorted(parts[0].parent.glob("mtp-*.safetensors"))
+    tensors = {part: read_header(part).tensors for part in parts}
+    return {p: sum(t.end - t.begin for n, t in found.items() if n not in leave_out) for p, found in tensors.items()}
+
+
+def _dense(writer: BundleWriter, sources: Mapping[Path, int], leave_out: Container[str], first: ExpertLayer) -> None:
+    """Write dense tensors, except `leave_out`, in files of at most SHARD bytes; add a tripwire.
 
     The tripwire is a tensor of the wrong shape under the name of an expert parameter. A process without moepack would
     fill the experts with random numbers; the tripwire makes loading fail, with a report of unknown names. In that
     report, the name of a second tensor (HINT) says what to do. The runtime skips both by name.
     """
     import torch
-    from safetensors.torch import save_file
 
     tripwire = writer.path("tripwire.safetensors")
     names = (f"{first.module}.down_proj", HINT)
-    save_file({name: torch.zeros(1, dtype=torch.bfloat16) for name in names}, tripwire)
-    parts = [work.piece("calibrate", i, "dense.safetensors") for i in (None, *range(decoder_layers))]
-    parts += sorted(parts[0].parent.glob("mtp-*.safetensors"))
-    leave_out = {f"{m.module}.{name}" for m in elsewhere for name in ("weight", "bias")}
+    with tripwire.open("wb") as file:
+        write_saved(file, {name: torch.zeros(1, dtype=torch.bfloat16) for name in names}, {})
     groups: list[list[Path]] = [[tripwire]]
     held = 0
-    for part in parts:
-        size = sum(t.end - t.begin for name, t in read_header(part).tensors.items() if name not in leave_out)
+    for part, size in sources.items():
         if held and held + size > SHARD:
             groups.append([])
             held = 0
@@ -304,13 +321,13 @@ def _allocation(
     versions = tuple(stages)
     columns = tables.columns([v.name for v in versions])
     for layer, table in zip(layers, tables.layers, strict=True):
-        extents = [_extents(work.piece(s, layer.index, f"{v.name}.safetensors"), layer) for v, s in stages.items()]
+        extents = [_extents(work.piece(s, layer.index, expert_name(v.name)), layer) for v, s in stages.items()]
         costs.append(LayerCosts.of(table, columns, [list(row) for row in zip(*extents, strict=True)]))
     if not how.dense or tables.dense is None:
         return allocate(how, layers, versions, costs)
     rows = []
     for part in dense_layers(matrices):
-        sizes = [_extents(work.piece(s, part.index, file_name(v.name)), part) for v, s in chosen.dense.items()]
+        sizes = [_extents(work.piece(s, part.index, dense_name(v.name)), part) for v, s in chosen.dense.items()]
         rows += [list(row) for row in zip(*sizes, strict=True)]
     weights = [m.matrix.weights for m in matrices]
     both = DenseCosts.of(weights, [v.name for v in chosen.dense], tables.dense, rows)

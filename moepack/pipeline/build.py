@@ -17,7 +17,7 @@ from .assemble import BuildReport, assemble
 from .executors.engine import check_engine, open_executor
 from .recipe import Recipe, load_recipe
 from .start import resume, start
-from .work import WorkDirectory
+from .work import WorkDirectory, check_work
 
 
 def build(
@@ -59,13 +59,16 @@ def build(
     check_device(device)
     target = Path(output)
     check_target(target)
-    if keep and work is None:
-        raise InputError("--keep keeps observations in the work directory: name one with --work")
+    if work is None and (keep or fresh):
+        flag = "--keep keeps observations in" if keep else "--fresh discards the contents of"
+        raise InputError(f"{flag} the work directory: name one with --work")
+    if work is not None:
+        check_work(Path(work), target)
     recipe = load_recipe(recipe)
     above = target.absolute().parent
     first_made = next((p for p in reversed((above, *above.parents)) if not p.exists()), None)
     with_work = Path(work) if work is not None else _temporary_work(target)
-    directory = WorkDirectory(with_work)
+    directory = WorkDirectory(with_work, reporter)
     try:
         run = start(
             directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory, work is not None
@@ -106,7 +109,7 @@ def calibrate(
     reporter = reporter or Reporter()
     check_device(device)
     recipe = load_recipe(recipe)
-    with contextlib.closing(WorkDirectory(Path(work))) as directory:
+    with contextlib.closing(WorkDirectory(Path(work), reporter)) as directory:
         run = start(directory, checkpoint, recipe, calibration, fresh, device, reporter, revision, memory)
         run.layers(calibrate=True, quantize=False)
 
@@ -125,7 +128,7 @@ def quantize(
     reporter = reporter or Reporter()
     check_engine(engine, address)
     check_device(device)
-    with contextlib.closing(WorkDirectory(Path(work))) as directory:
+    with contextlib.closing(WorkDirectory(Path(work), reporter)) as directory:
         recipe = None if recipe is None else load_recipe(recipe)
         run = resume(directory, recipe, fresh, device, reporter, memory=memory)
         with contextlib.closing(open_executor(engine, address)) as executor:
@@ -136,5 +139,7 @@ def pack(work: str | Path, output: str | Path, reporter: Reporter | None = None)
     """Run the last stage: make a bundle from a quantised work directory. See `build`."""
     target = Path(output)
     check_target(target)
-    with contextlib.closing(WorkDirectory(Path(work))) as directory:
-        return assemble(directory, target, reporter or Reporter())
+    check_work(Path(work), target)
+    reporter = reporter or Reporter()
+    with contextlib.closing(WorkDirectory(Path(work), reporter)) as directory:
+        return assemble(directory, target, reporter)

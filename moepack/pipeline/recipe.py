@@ -217,6 +217,21 @@ def parse_recipe(text: str, where: str) -> Recipe:
     return Recipe(versions, quantize, calibration, allocation, dense, text, kept)
 
 
+def unused_group_sizes(recipe: Recipe) -> str | None:
+    """Say which group sizes in a recipe's text no version of it takes, in one line; None if there are none."""
+    how = (yaml.safe_load(recipe.text) or {}).get("quantize") or {}
+    given = how.get("group_size")
+    lossy_names = [n for n in (*recipe.versions, *recipe.dense) if n != NATIVE and encoding_of(n).group_sizes]
+    made = {name: recipe.quantize.size(name) for name in lossy_names}
+    sizes = given if isinstance(given, dict) else {}
+    left = [f"{name}: {size}" for name, size in sizes.items() if name not in made]
+    if isinstance(given, int) and given not in made.values():
+        left = [str(given)]
+    if not left:
+        return None
+    return f"quantize.group_size: no version of the recipe takes {', '.join(left)}: leave it out, or add one later"
+
+
 def with_versions(recipe: Recipe, versions: Sequence[Version], dense: Sequence[Version]) -> Recipe:
     """Replace a recipe's versions of experts and of dense matrices. The new text has no comments.
 

@@ -26,7 +26,6 @@ from moepack.shared.memory import bound_kernel_caches
 from moepack.shared.progress import Reporter
 
 from .artifacts import (
-    DIGESTS,
     MOMENTS,
     check_watched,
     finished,
@@ -42,10 +41,11 @@ from .executors.worker import WorkerCheckpoint
 from .few_tokens import advice, few_tokens
 from .needs import Dense
 from .recipe import Recipe
+from .saved import is_as_saved
 from .tasks.experts import ExpertBatchTask, batch_settings, observation_digest
 from .tasks.layer import DenseWork, LayerInputs, LayerWork
 from .tasks.row_shards import RowShardTask, moments_digest, row_shard_tasks
-from .work import WorkDirectory
+from .work import DIGESTS, HIDDEN, WorkDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -56,8 +56,6 @@ if TYPE_CHECKING:
     from moepack.calibrate.stream import StreamedModel
 
     from .executors.on_ray import OnRay
-
-_HIDDEN = "hidden.safetensors"
 
 EVERY = 4  # layers from one save of the activations to the next: a killed build repeats at most three layers
 
@@ -121,7 +119,7 @@ class LayerWalk:
         pending = [i for i in range(total) if not self._finished(i, calibrate, quantize)]
         # The first layer to calibrate: a saved observation is enough to quantise a layer.
         first = next((i for i in pending if not (quantize and self._observed(i))), total)
-        while 0 < first < total and not work.piece("calibrate", first - 1, _HIDDEN).exists():
+        while 0 < first < total and not work.piece("calibrate", first - 1, HIDDEN).exists():
             first -= 1  # back to a layer whose input is saved
         walk = None
         if calibrate and self._ids is not None:
@@ -166,8 +164,8 @@ class LayerWalk:
             stream.to_compute(None, self._dtype)
             walk.start()
         stream.free(None)
-        if first:
-            walk.restore(load_hidden(work.piece("calibrate", first - 1, _HIDDEN)))
+        if 0 < first < len(stream.layers):
+            walk.restore(load_hidden(work.piece("calibrate", first - 1, HIDDEN)))
 
     def _layer(self, i: int, walk: CalibrationPass | None, quantize: bool, keep: bool) -> None:
         """Load a layer, calibrate it if `walk` is given, and with `quantize` submit it to the executor."""
@@ -214,7 +212,7 @@ class LayerWalk:
             stream.to_compute(None, self._dtype)
             if not walk.hidden:
                 walk.start()
-                walk.restore(load_hidden(work.piece("calibrate", len(stream.layers) - 1, _HIDDEN)))
+                walk.restore(load_hidden(work.piece("calibrate", len(stream.layers) - 1, HIDDEN)))
             watch = watch_part(stream, self._dense[None], walk.windows, walk.length, self._recipe.fits_dense)
             walk.run_head(watch)
             moments = watch.moments()
@@ -281,7 +279,7 @@ class LayerWalk:
     def _keep_hidden(self, walk: CalibrationPass, layer: int) -> None:
         """Save the activations after every EVERY layers and after the last, and mark the layer as calibrated."""
         if self._keep and ((layer + 1) % EVERY == 0 or layer + 1 == len(self._stream.layers)):
-            save(self._work.piece("calibrate", layer, _HIDDEN), walk.kept())
+            save(self._work.piece("calibrate", layer, HIDDEN), walk.kept())
         self._work.mark("calibrate", layer, {})
         self._walked = layer
         self._drop_hidden()
@@ -289,7 +287,7 @@ class LayerWalk:
     def _drop_hidden(self) -> None:
         """Remove saved activations, except the newest before the first unfinished layer: a resumed run starts there."""
         in_flight = min((i for i in self._objects if i is not None), default=self._walked + 1)
-        kept = [path for i in range(in_flight) if (path := self._work.piece("calibrate", i, _HIDDEN)).exists()]
+        kept = [path for i in range(in_flight) if (path := self._work.piece("calibrate", i, HIDDEN)).exists()]
         for path in kept[:-1]:
             path.unlink()
 
@@ -346,6 +344,9 @@ class LayerWalk:
             self._work.mark(self._stage, part, {})
             return
         kept = tuple(self._work.object(address).absolute() for address in tasks)
+        for path in kept:  # what a stopped run made of this part
+            if path.exists() and not is_as_saved(path):
+                self._work.drop(path)
         folder = self._work.piece(self._stage, part, "").absolute()
         self._objects[part], self._notes[part] = kept, {} if dense is None else {"dense": dense.note}
         work = LayerWork(part, tuple(tasks.values()), kept, folder, layer, dense)

@@ -54,8 +54,8 @@ def shrink(
         versions: the versions to keep.
         fit: keep the versions that a plan for this budget serves.
         allocation: keep a map and the versions that it names: with `fit` the plan's map, else the manifest's.
-        dense: versions of dense matrices to keep; by default all, or those of the map. If only `dense` is given, all
-            versions of the experts stay.
+        dense: versions of dense matrices to keep; by default those of the plan or the map, else all. A plan serves the
+            most precise of those that are named. If only `dense` is given, all versions of the experts stay.
 
     Raises:
         InputError: for contradicting or missing choices, a missing version or map, or a budget that nothing fits.
@@ -66,12 +66,14 @@ def shrink(
     target = Path(output)
     check_target(target)
     bundle = open_bundle(path)
+    _check_dense(bundle, dense)
+    planned: Sequence[str] = ()
     if dense and not (versions or fit or allocation):
         chosen = [v.name for v in bundle.versions]
         table = bundle.manifest.allocation
     else:
-        chosen, table = _choose(bundle, versions, fit, allocation)
-    kept, table = _choose_dense(bundle, dense, table if allocation else None, table)
+        chosen, planned, table = _choose(bundle, versions, fit, allocation, dense)
+    kept, table = _choose_dense(bundle, dense or planned, table)
     names = [expert_file(v, layer.index) for v in chosen for layer in bundle.layers]
     names += [name for v in kept for name in bundle.manifest.dense_files(v)]
     _check(bundle, {*bundle.files, *names}, reporter)
@@ -84,11 +86,13 @@ def shrink(
     )
     export = lossless(manifest.versions) is not None and bundle.files.keys() == bundle.manifest.files.keys()
     reporter.stage("shrink", len(bundle.files) + len(names))
+    taken = [n for n in bundle.files if n != "README.md" and (export or n not in (TENSORS, LEFTOVERS))]
+    linked = [bundle.path / n for n in (*taken, *names) if n.endswith(_LINKED)]
     with BundleWriter(target) as writer:
-        for name in bundle.files:
-            if name != "README.md" and not (name in (TENSORS, LEFTOVERS) and not export):
-                reporter.step(name)
-                writer.take(name, bundle.path / name, bundle.manifest.files[name], link=name.endswith(_LINKED))
+        writer.check_room(linked, sum(bundle.files[n] for n in taken if not n.endswith(_LINKED)))
+        for name in taken:
+            reporter.step(name)
+            writer.take(name, bundle.path / name, bundle.manifest.files[name], link=name.endswith(_LINKED))
         for name in names:
             reporter.step(name)
             writer.adopt(name, bundle.path / name, bundle.manifest.expert_files[name])
@@ -100,24 +104,31 @@ def shrink(
 
 
 def _choose(
-    bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, allocation: bool
-) -> tuple[list[str], Allocation | None]:
-    """The versions of experts to keep, in the bundle's order, and the map, if it names no other version."""
+    bundle: Bundle, versions: Sequence[str], fit: LoadOptions | None, allocation: bool, dense: Sequence[str]
+) -> tuple[list[str], Sequence[str], Allocation | None]:
+    """The experts' versions to keep, in the bundle's order; the wanted map's of dense matrices; the map that stays.
+
+    A map does not stay if it names another version of experts.
+    """
     if versions and (fit or allocation):
         raise InputError("--versions says what to keep: give it alone, or --fit and --allocation")
     here = [v.name for v in bundle.versions]
     table = bundle.manifest.allocation
+    planned: Sequence[str] = ()
     if fit is not None:
-        found = fitting(bundle, fit)
+        precise = next((v.name for v in bundle.dense_versions if v.name in dense), fit.dense)
+        found = fitting(bundle, replace(fit, dense=precise))
+        planned = found.dense
         kept = set(found.versions)
         if allocation:
             if found.table is None:
                 raise InputError(f"policy {fit.policy} places experts while it serves: no map says what it needs")
-            table = Allocation(f"plan for {fit.budget} bytes", found.table)
+            table = Allocation(f"plan for {fit.budget} bytes", found.table, found.dense or None)
     elif allocation:
         if table is None:
             raise InputError(f"{bundle.path}: its manifest holds no allocation: give --fit as well, for the plan's")
         kept = {name for row in table.versions for name in row}
+        planned = table.dense or ()
     elif versions:
         kept = set(versions)
     else:
@@ -126,18 +137,22 @@ def _choose(
         raise InputError(f"{bundle.path}: has no version {name!r}: here are {', '.join(here)}")
     if table is not None and not {name for row in table.versions for name in row} <= kept:
         table = None  # it names a removed version
-    return [name for name in here if name in kept], table
+    return [name for name in here if name in kept], planned, table
 
 
-def _choose_dense(
-    bundle: Bundle, dense: Sequence[str], wanted: Allocation | None, table: Allocation | None
-) -> tuple[list[str], Allocation | None]:
-    """The versions of dense matrices to keep, and the map, without its dense versions if one of these is removed."""
+def _check_dense(bundle: Bundle, dense: Sequence[str]) -> None:
     here = [v.name for v in bundle.dense_versions]
     for name in sorted(set(dense) - set(here)):
         what = f"here are {', '.join(here)}" if here else "its dense matrices have no versions"
         raise InputError(f"{bundle.path}: has no version {name!r} of dense matrices: {what}")
-    named = set(dense) or set(wanted.dense or () if wanted else ()) or set(here)
+
+
+def _choose_dense(
+    bundle: Bundle, wanted: Sequence[str], table: Allocation | None
+) -> tuple[list[str], Allocation | None]:
+    """The wanted versions of dense matrices, or all; and the map, without its dense versions if one is removed."""
+    here = [v.name for v in bundle.dense_versions]
+    named = set(wanted) or set(here)
     if table is not None and table.dense is not None and not set(table.dense) <= named:
         table = replace(table, dense=None)
     return [name for name in here if name in named], table

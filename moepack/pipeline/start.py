@@ -19,14 +19,14 @@ from moepack.shared.progress import Reporter
 from moepack.shared.version import __version__
 
 from .allocate import check_allocation
-from .artifacts import DIGESTS, PROBE, RECIPE, RunRecord, run_record, save, watched
+from .artifacts import PROBE, RECIPE, RunRecord, run_record, save, watched
 from .bound import MAPPED, MemoryPlan, place
 from .needs import Dense, needs_of
-from .recipe import Recipe, TextSource, parse_recipe, with_native, with_text
+from .recipe import Recipe, TextSource, parse_recipe, unused_group_sizes, with_native, with_text
 from .released import announce
 from .run import LayerWalk
 from .tasks.result import THREADS
-from .work import WorkDirectory
+from .work import DIGESTS, WorkDirectory
 
 if TYPE_CHECKING:
     from moepack.calibrate.checkpoint import Checkpoint
@@ -56,6 +56,12 @@ def calibration_text(
     return names, data.calibration_windows(names, tokenizer, count, length, how.seed, weights)
 
 
+def note_unused(recipe: Recipe, reporter: Reporter) -> None:
+    """Tell the reporter of group sizes that no version of a recipe takes."""
+    if unused := unused_group_sizes(recipe):
+        reporter.note(unused)
+
+
 def window_shape(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, int]:
     """The most windows that a recipe takes, and tokens of one."""
     how = recipe.calibration
@@ -80,6 +86,7 @@ def start(
     from moepack.calibrate.checkpoint import open_checkpoint
     from moepack.calibrate.text.documents import check_source
 
+    note_unused(recipe, reporter)
     recipe = with_text(recipe)
     for text in calibration if Path(checkpoint).is_dir() else ():
         check_source(str(text))  # before transformers is imported
@@ -177,6 +184,8 @@ def resume(
 
     where = run_record(directory)
     first = parse_recipe(where["recipe"], f"{directory.path / 'run.json'}: recipe")
+    if recipe is not None and stage == "quantize":
+        note_unused(recipe, reporter)
     recipe = recipe or first
     if (recipe.calibration, recipe.mtp) != (first.calibration, first.mtp):
         reporter.note("the work directory is calibrated already: this recipe's calibration and mtp are ignored")

@@ -1,8 +1,9 @@
 """The work directory: finished pieces of a build, from which a killed build resumes.
 
-A piece counts once it has a marker, which is written after the piece is on disk. Within a layer, each task's result is
-a file named by the digest of the task's inputs. settings.json holds the settings that change the bytes. A directory
-made with other settings is refused; the error names the setting.
+A piece counts once it has a marker, which is written after the piece is on disk. An earlier process's marker counts if
+the files are as they were then. Within a layer, each task's result is a file named by the digest of the task's inputs.
+settings.json holds the settings that change the bytes. A directory made with other settings is refused; the error
+names the setting.
 """
 
 from __future__ import annotations
@@ -16,10 +17,19 @@ import shutil
 from pathlib import Path
 
 from moepack.pack.errors import InputError, TargetError
+from moepack.pack.layer_file import is_whole
+from moepack.pack.manifest import ExpertFileEntry
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.writer import LOCK, existing, replace_file, sync
+from moepack.shared.progress import Reporter
 
+from .saved import is_as_saved
+
+DIGESTS = "digests.json"  # of the checkpoint's files
+HIDDEN = "hidden.safetensors"  # activations that leave a layer; removed from its piece when later ones are kept
 _SETTINGS = "settings.json"
+_MARKER = "done.json"
+_SAVED = "saved"  # in a marker: the names of files that the piece cannot do without
 _BEHIND = "chosen"  # of a stage's settings: what digests among them follow from
 _OBJECT = re.compile(r"[0-9a-f]{64}\.safetensors")
 _REMOVED = "removed-"  # prefix of folders that are being removed
@@ -27,11 +37,31 @@ PROBE = "shared-"  # prefix of files by which machines detect a shared file syst
 ADDED = "add-"  # prefix of stages that add versions
 
 
-def check_work(path: Path) -> None:
-    """Raise TargetError for a path that cannot become a work directory; creates nothing."""
+def expert_name(version: str) -> str:
+    """The name of an experts' version's file in a piece."""
+    return f"{version}.safetensors"
+
+
+def dense_name(version: str) -> str:
+    """The name of a dense version's file in a piece."""
+    return f"dense-{version}.safetensors"
+
+
+def check_work(path: Path, output: Path | None = None) -> None:
+    """Raise TargetError for a path that cannot become a work directory, or not one beside `output`; creates nothing.
+
+    A directory that holds something is taken only if moepack made it as a work directory: --fresh removes folders.
+    """
     above = existing(path.absolute())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise TargetError(f"{path}: cannot be used as a work directory: {above} is not a writable directory")
+    if output is not None and path.resolve().is_relative_to(output.resolve()):
+        raise TargetError(f"{path}: lies in the bundle's directory {output}: name a --work outside it")
+    if path.is_dir():
+        names = {entry.name.removesuffix(".partial") for entry in path.iterdir()}
+        ours = LOCK in names and (_SETTINGS in names or names <= {LOCK, DIGESTS})
+        if names and not ours:
+            raise TargetError(f"{path}: holds files and is no work directory of moepack: name another --work")
 
 
 class WorkDirectory:
@@ -41,8 +71,11 @@ class WorkDirectory:
     decoder layer, or what lies outside the layers (`layer` None).
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, reporter: Reporter | None = None) -> None:
         self.path = path
+        self._reporter = reporter or Reporter()
+        self._checked = False  # whether the pieces of earlier processes are
+        check_work(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = (path / LOCK).open("w")
@@ -60,13 +93,13 @@ class WorkDirectory:
 
     def settings(self) -> dict[str, JsonObject]:
         """The settings of each stage that was begun here, by stage; empty for a new directory."""
-        try:
-            document = json.loads((self.path / _SETTINGS).read_text())
-        except FileNotFoundError:
+        path = self.path / _SETTINGS
+        if not path.exists():
             return {}
-        except (OSError, ValueError):
-            raise TargetError(f"{self.path / _SETTINGS}: cannot be read: use --fresh to start over") from None
-        return document if isinstance(document, dict) else {}
+        document = self.read(path)
+        if document is None or not all(isinstance(how, dict) for how in document.values()):
+            raise TargetError(f"{path}: is damaged: start over with moepack build or calibrate, and --fresh")
+        return document
 
     def begin(self, stage: str, wanted: JsonObject, fresh: bool, behind: JsonObject | None = None) -> None:
         """Start or resume a stage with these settings. `fresh` discards the stage, and with "calibrate" all others.
@@ -77,10 +110,12 @@ class WorkDirectory:
         Raises:
             InputError: when finished pieces were made with other settings; names the first difference.
         """
-        have = self.settings()
+        over = fresh and stage == "calibrate"  # which takes damaged settings, too
+        have = {} if over else self.settings()
         if fresh:
-            after = [name for name in have if name == "quantize" or name.startswith(ADDED)]
-            for name in (*(after if stage == "calibrate" else ()), stage, "objects"):
+            folders = [path.name for path in self.path.iterdir()]
+            after = [name for name in folders if name == "quantize" or name.startswith(ADDED)]
+            for name in (*(after if over else ()), stage, "objects"):
                 have.pop(name, None)
                 self._remove(self.path / name)
         # Without a finished piece, old settings do not matter.
@@ -110,7 +145,7 @@ class WorkDirectory:
 
     def holds(self, stage: str) -> bool:
         """Whether any piece of a stage is finished."""
-        return any((self.path / stage).glob("*/done.json"))
+        return any((self.path / stage).glob(f"*/{_MARKER}"))
 
     def piece(self, stage: str, layer: int | None, name: str) -> Path:
         """Return the path of a piece's file, and make the piece's folder."""
@@ -147,8 +182,34 @@ class WorkDirectory:
             path.unlink(missing_ok=True)
 
     def done(self, stage: str, layer: int | None) -> JsonObject | None:
-        """The note that `mark` wrote for a finished piece, or None."""
-        return self.read(self.piece(stage, layer, "done.json"))
+        """The note that `mark` wrote for a finished piece, or None.
+
+        The first call checks all pieces that earlier processes finished. One with damage becomes unfinished.
+        """
+        if not self._checked:
+            self._checked = True
+            self._check()
+        return self.read(self.piece(stage, layer, _MARKER))
+
+    def _check(self) -> None:
+        markers = sorted(p for p in self.path.glob(f"*/*/{_MARKER}") if not p.parts[-3].startswith(_REMOVED))
+        if markers:
+            self._reporter.stage("check finished pieces", len(markers))
+        for marker in markers:
+            self._reporter.step(marker.parent.relative_to(self.path).as_posix())
+            try:
+                damaged = _damaged(marker.parent, self.read(marker) or {})
+            except (TypeError, AttributeError):  # of JSON that no build wrote
+                damaged = [marker]
+            for path in damaged:
+                self.drop(path)
+            if damaged:
+                marker.unlink(missing_ok=True)
+
+    def drop(self, path: Path) -> None:
+        """Remove a damaged file, and say so."""
+        self._reporter.note(f"{path}: is damaged: what it holds has to be made again")
+        path.unlink(missing_ok=True)
 
     def read(self, path: Path) -> JsonObject | None:
         """Read a small JSON file that holds one object; None if it cannot be read."""
@@ -160,11 +221,33 @@ class WorkDirectory:
 
     def mark(self, stage: str, layer: int | None, note: JsonObject) -> None:
         """Mark a piece as finished, after syncing its files."""
-        directory = self.piece(stage, layer, "done.json").parent
+        directory = self.piece(stage, layer, _MARKER).parent
         for file in directory.iterdir():
             sync(file)
-        replace_file(directory / "done.json", json.dumps(dict(note)).encode())
+        saved = _safetensors(directory) - _layer_files(note).keys() - {HIDDEN}
+        replace_file(directory / _MARKER, json.dumps({**note, _SAVED: sorted(saved)}).encode())
         sync(directory)
+
+
+def _safetensors(piece: Path) -> set[str]:
+    return {path.name for path in piece.glob("*.safetensors")}
+
+
+def _layer_files(note: JsonObject) -> dict[str, ExpertFileEntry]:
+    """The layer files of a piece by name, from its note."""
+    experts = {expert_name(v): entry for v, entry in note.get("entries", {}).items()}
+    dense = {dense_name(v): entry for v, entry in note.get("dense", {}).get("entries", {}).items()}
+    return {name: ExpertFileEntry(**entry) for name, entry in (experts | dense).items()}
+
+
+def _damaged(piece: Path, note: JsonObject) -> list[Path]:
+    """The files of a finished piece that do not have the bytes that were written, or are not there."""
+    entries = _layer_files(note)
+    wrong = [name for name, entry in entries.items() if not is_whole(piece / name, entry)]
+    if _SAVED in note:  # else an older moepack wrote the piece, without checksums
+        saved = _safetensors(piece) - entries.keys() | {*note[_SAVED]}
+        wrong += [name for name in saved if not is_as_saved(piece / name)]
+    return [piece / name for name in sorted(wrong)]
 
 
 def _short(value: object) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.reader import Bundle
+from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.planning.choice import versions_of
 from moepack.runtime.planning.options import LoadOptions
 
@@ -31,6 +32,7 @@ class Fitting:
     versions: tuple[str, ...]  # the most precise first
     experts: tuple[int, ...]  # how many experts the plan has at each version
     table: Versions | None  # [layers][experts], the planned version of each expert; None if passes choose the versions
+    dense: tuple[str, ...]  # the planned version of each dense matrix; empty where these have no versions
 
     @property
     def text(self) -> str:
@@ -71,8 +73,9 @@ def fitting(bundle: Bundle, options: LoadOptions) -> Fitting:
     if planned.message is not None:
         raise InputError(planned.message)
     counts = Counter(name for row in planned.table for name in row)
+    dense = tuple(v.name for v in choose_dense(options.dense, bundle, options.policy))
     if planned.moving:
         names = versions_of(options.policy, bundle, True)
-        return Fitting(names, tuple(counts[n] for n in names), None)
+        return Fitting(names, tuple(counts[n] for n in names), None, dense)
     names = tuple(v.name for v in bundle.versions if counts[v.name])
-    return Fitting(names, tuple(counts[n] for n in names), planned.table)
+    return Fitting(names, tuple(counts[n] for n in names), planned.table, dense)

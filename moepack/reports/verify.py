@@ -34,6 +34,7 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
         bundle = open_bundle(path)
     except BundleError as error:
         return list(error.problems)
+    stream = None if checkpoint is None else _comparable(bundle, checkpoint)
     problems: list[Problem] = []
     layer_files = bundle.manifest.layer_files(bundle.versions, bundle.dense_versions)
     reporter.stage("verify digests", len(bundle.files) + len(layer_files))
@@ -44,8 +45,8 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
     if more := unlisted(bundle):
         shown = ", ".join(printable(name) for name in more[:5]) + ", ..." * (len(more) > 5)
         reporter.note(f"not in the manifest, so not part of the bundle: {shown}")
-    if checkpoint is not None and not problems:
-        problems += _against(bundle, checkpoint, reporter)
+    if stream is not None and not problems:
+        problems += _against(bundle, stream, reporter)
     return problems
 
 
@@ -58,15 +59,17 @@ def agreement(path: str | Path) -> str:
     return "bit-identical, once rounded to BF16, with" if rounded else "bit-identical with"
 
 
-def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list[Problem]:
+def _comparable(bundle: Bundle, checkpoint: str | Path) -> StreamedModel:
+    """Open a checkpoint, or raise InputError where the bundle cannot be compared with it."""
     from moepack.calibrate.checkpoint import open_checkpoint
 
     exact = lossless(bundle.versions)
     dense_exact = lossless(bundle.dense_versions)
+    alone = "leave --checkpoint out to check its digests"
     if exact is None:
-        raise InputError(f"{bundle.path}: has no lossless version here to compare with a checkpoint")
+        raise InputError(f"{bundle.path}: has no lossless version here to compare with a checkpoint: {alone}")
     if bundle.manifest.dense and dense_exact is None:
-        raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here to compare")
+        raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here to compare: {alone}")
     opened = open_checkpoint(checkpoint)
 
     from moepack.calibrate.stream import StreamedModel  # imports torch
@@ -74,8 +77,16 @@ def _against(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> list
     stream = StreamedModel(opened)
     if exact.released and exact != stream.native:
         raise InputError(f"{bundle.path}: holds {exact.name} experts, those of {checkpoint} are {stream.native.name}")
+    return stream
+
+
+def _against(bundle: Bundle, stream: StreamedModel, reporter: Reporter) -> list[Problem]:
+    exact = lossless(bundle.versions)
+    dense_exact = lossless(bundle.dense_versions)
+    assert exact is not None
     if tuple(stream.expert_layers.values()) != bundle.layers:
-        return [Problem(str(bundle.path), "layers", f"its experts are not those of {checkpoint}: another model")]
+        which = stream.checkpoint.name
+        return [Problem(str(bundle.path), "layers", f"its experts are not those of {which}: another model")]
     problems = _compare_models(bundle, stream) + _compare_companions(bundle, stream.checkpoint.path)
     positions = {layer.index: p for p, layer in enumerate(bundle.layers)}
     dense = bundle.dense(check_digests=False)  # verified above
@@ -124,17 +135,18 @@ def _compare_models(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
     where = str(bundle.path / CONFIG)
     checkpoint = stream.checkpoint
     own_config = make_config(bundle.path, read_config(bundle.path))
-    if stream.untied:
-        config = checkpoint.untied().config
-    else:
-        config = make_config(checkpoint.path, read_config(checkpoint.path))
+    config = make_config(checkpoint.path, read_config(checkpoint.path))
     ours = _settings(own_config.to_dict())
-    theirs = _settings(config.to_dict())
-    problems = [
-        Problem(where, "value", f"{'.'.join(at)} is {ours.get(at)!r}, the checkpoint's {theirs.get(at)!r}")
-        for at in sorted(ours.keys() | theirs.keys())
-        if ours.get(at) != theirs.get(at)
-    ]
+    said = theirs = _settings(config.to_dict())
+    if stream.untied:
+        theirs = _settings(checkpoint.untied().config.to_dict())
+    problems = []
+    for at in sorted(ours.keys() | theirs.keys()):
+        if ours.get(at) != theirs.get(at):
+            what = f"{'.'.join(at)} is {ours.get(at)!r}, the checkpoint's {theirs.get(at)!r}"
+            if said.get(at) != theirs.get(at):
+                what += f": its config.json says {said.get(at)!r}, but its output projection is a tensor of its own"
+            problems.append(Problem(where, "value", what))
     served = on_meta(served_config(bundle.path, bundle.manifest), torch.bfloat16)
     own, other = (set(m.state_dict()) - set(m.all_tied_weights_keys) for m in (served, stream.model))
     for name in sorted(own ^ other):

@@ -119,6 +119,10 @@ REFUSED = {
     "an expert's codes without scales": (cast(expert(2), FP8), r"experts\.2\.down_proj.weight is F8_E4M3"),
     "wider than is read": (cast(QUERY, torch.float64), "q_proj.weight is F64"),
     "another shape": (lambda t: t.update({QUERY: t[QUERY][:8].clone()}), r"q_proj.weight has shape \(8, "),
+    "an expert of another shape": (
+        lambda t: t.update({expert(3, "up"): t[expert(3, "up")][:, :32].clone()}),
+        r"experts\.3\.up_proj\.weight is \[\d+, 32\], those beside it, of .*gate_up_proj, are \[",
+    ),
     "an expert more, in the last layer": (an_expert_more, r"experts\.16\.down_proj.weight and 16 others"),
     "an expert less": (lambda t: t.pop(expert(15, "up")), r"experts\.15\.up_proj\.weight is missing"),
     "as many experts, with a gap": (another_number, r"experts\.3\.\w+_proj\.weight is missing"),
@@ -314,6 +318,9 @@ def test_another_head_than_the_tied_one_is_served(short_model, text, tmp_path):
     assert verify(tmp_path / "bundle", path) == []
     found = verify(tmp_path / "bundle", short_model)
     assert any(HEAD in problem.message for problem in found), found
+    build_from(RTN, short_model, tmp_path / "tied", [text])
+    said = "tie_word_embeddings is True, the checkpoint's False: its config.json says True, but its"
+    assert any(problem.message.startswith(said) for problem in verify(tmp_path / "tied", path))
 
 
 def test_exports_have_a_head_of_its_own(demo_model, text, tmp_path):

@@ -128,5 +128,7 @@ def test_they_are_read_some_at_a_time(checkpoint, text, tmp_path, monkeypatch):
     left = tmp_path / "work" / "calibrate" / "rest" / "mtp-00099.safetensors"  # of a killed run
     left.parent.mkdir(parents=True)
     save_file({"mtp.foreign": torch.zeros(1)}, left)
+    for name in ("lock", "settings.json"):
+        (tmp_path / "work" / name).write_text("{}")
     build(checkpoint, tmp_path / "again", recipe, [text], work=tmp_path / "work")
     assert len(groups) > 2 and tree(tmp_path / "again") == tree(tmp_path / "b")

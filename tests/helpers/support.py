@@ -8,6 +8,8 @@ import io
 import json
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -233,6 +235,19 @@ def smaps(first: int, last: int, what: str = "Rss") -> tuple[int, int]:
         elif inside and line.startswith(f"{what}:"):
             total += int(line.split()[1]) * 1024
     return total, mappings
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """A limit on the size of files that are written, which stands in for a full disk."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def flip(file: Path, *offsets: int):

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from moepack.pack.errors import BundleError, InputError, TargetError
 from moepack.pack.files import digest_of, size_of
 from moepack.pack.manifest.parser import safe_path
 from moepack.pack.manifest.strict_json import JsonObject
-from moepack.pack.writer import LOCK, hold, replace_file, sync
+from moepack.pack.writer import LOCK, check_room, hold, replace_file, sync
 from moepack.shared.progress import Reporter
 
 _RECORD = "record.json"
@@ -107,9 +106,7 @@ class ExportDirectory:
     def check_room(self, needed: int) -> None:
         """Raise TargetError if the disk has less room than an export of so many bytes needs beside what is here."""
         left = needed - sum(size for size, _ in self._whole.values())
-        free = shutil.disk_usage(self.root).free
-        if left > free:
-            raise TargetError(f"{self._target}: the disk lacks room: {left:,} bytes to write, {free:,} free")
+        check_room(self.root, self._target, left)
 
     def publish(self) -> None:
         """Give the folder FILES the output's name, and remove the rest."""

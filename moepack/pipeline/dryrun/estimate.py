@@ -22,7 +22,7 @@ from ..executors.engine import check_engine
 from ..needs import needs_of
 from ..recipe import Recipe, load_recipe
 from ..released import announce
-from ..start import calibration_text, named, window_shape
+from ..start import calibration_text, named, note_unused, window_shape
 from ..work import check_work
 from .report import Estimate, render
 from .walk import DryRun
@@ -58,9 +58,10 @@ def estimate(
     check_engine(engine, address)
     check_target(Path(output))
     if work is not None:
-        check_work(Path(work))
+        check_work(Path(work), Path(output))
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe)
+    note_unused(recipe, reporter)
     with reporter.hub_bars():
         outline = open_outline(checkpoint, revision)
         opened = outline.checkpoint if outline is not None else open_checkpoint(checkpoint, revision)

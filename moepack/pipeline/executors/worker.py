@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import secrets
 import socket
 import warnings
@@ -22,6 +23,7 @@ import numpy as np
 from moepack.pack.codec.bits import Buffer
 from moepack.pack.errors import InputError
 
+from ..saved import write_saved
 from ..tasks.experts import ExpertBatchTask, make_expert_batch
 from ..tasks.layer import LayerWork, write_layer
 from ..tasks.result import TaskResult, result_tensors, save_result
@@ -116,9 +118,9 @@ def run_task(
     if not (sees and path.exists()):
         made = _make(task, source, shared)
         if not sees:
-            from safetensors.torch import save
-
-            data = np.frombuffer(save(result_tensors(made)), np.uint8)
+            file = io.BytesIO()
+            write_saved(file, result_tensors(made), {})
+            data = np.frombuffer(file.getbuffer(), np.uint8)
             for start in range(0, len(data), ANSWER):
                 yield data[start : start + ANSWER]
             yield hashlib.sha256(data.data).hexdigest()

@@ -23,6 +23,7 @@ from moepack.pack.tables import metadata
 from moepack.quantize import methods
 
 from ..artifacts import save
+from ..work import dense_name, expert_name
 from .experts import ExpertBatchTask, NativeReader, no_codes
 from .result import load_result
 from .row_shards import DenseReader, RowShardTask
@@ -128,7 +129,7 @@ def _write_experts(
     names = [v.name for v in made[0][0].versions]
     losses: list[dict[str, torch.Tensor]] = []
     with contextlib.ExitStack() as stack:
-        writers = {n: stack.enter_context(LayerFileWriter(folder / f"{n}.safetensors", n, layer)) for n in names}
+        writers = {n: stack.enter_context(LayerFileWriter(folder / expert_name(n), n, layer)) for n in names}
         for _, path in made:
             batch = load_result(path)
             losses.append(batch.losses)
@@ -141,11 +142,6 @@ def _write_experts(
     return {n: asdict(w.entry) for n, w in writers.items() if w.entry}
 
 
-def file_name(version: str) -> str:
-    """The name of a dense version's file in a part's folder of the work directory."""
-    return f"dense-{version}.safetensors"
-
-
 def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], folder: Path) -> JsonObject:
     """Write a part's dense file of every version, and the losses. Return the note: the matrices, and each file's entry.
 
@@ -156,7 +152,7 @@ def write_dense(work: DenseWork, made: Sequence[tuple[RowShardTask, Path]], fold
     shards = [[(task, path) for task, path in made if task.matrix == m] for m in work.layer.matrices]
     entries = {}
     for version in work.versions:
-        with LayerFileWriter(folder / file_name(version.name), version.name, work.layer) as writer:
+        with LayerFileWriter(folder / dense_name(version.name), version.name, work.layer) as writer:
             for described, own in zip(work.layer.matrices, shards, strict=True):
                 writer.add(*_extent(described.matrix, version, own))
         assert writer.entry is not None

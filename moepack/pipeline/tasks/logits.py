@@ -14,7 +14,7 @@ from moepack.pack.values import Expert
 from moepack.shared.progress import Reporter
 
 from ..artifacts import PROBE, RunRecord, finished, save
-from ..work import WorkDirectory
+from ..work import WorkDirectory, expert_name
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ def version_values(work: WorkDirectory, layer: ExpertLayer, version: Version, st
 
     entry = ExpertFileEntry(**finished(work, stage, layer.index)["entries"][version.name])
     folder = work.piece(stage, layer.index, "")
-    file = LayerFile(folder, f"{version.name}.safetensors", entry, version, layer)
+    file = LayerFile(folder, expert_name(version.name), entry, version, layer)
     out = [torch.empty(layer.experts, m.rows, m.cols) for m in layer.matrices]
     for e in range(layer.experts):
         found = Expert(version, layer.matrices, file.extent(e), file.place(e)).torch()

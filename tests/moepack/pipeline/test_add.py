@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import HELPERS, Notes, build_from, cli, ok, python, refused, spy, tree
+from support import HELPERS, build_from, cli, ok, python, refused, spy, tree
 from tiny_models import save_tiny
 
 import moepack
@@ -77,9 +77,8 @@ def test_added_versions_are_those_of_one_build(mine, short_model, text, tmp_path
         assert all(after[k] == v for k, v in before.items() if k.startswith("experts/"))
         # Once more: nothing to do, and nothing done.
         made.clear()
-        notes = Notes()
-        assert add(mine / "b", mine / "w", ["w2"], reporter=notes) == report
-        assert not made and notes.notes == [f"{mine / 'b'}: holds these versions already"]
+        assert add(mine / "b", mine / "w", ["w2"]) == replace(report, unchanged=True)
+        assert not made
         # On top of it another group size: the version is replaced, and only it is made.
         add(mine / "b", mine / "w", ["w4"], {"w4": 32})
         assert set(made) == {"w4"}
@@ -111,9 +110,8 @@ def test_versions_of_dense_matrices(short_model, text, tmp_path, made, monkeypat
     add(bundle, work, ["w4", "w2"], {"w4": 32}, dense=["w4"])
     assert set(made) == {"w4", "w2"} and set(slices) == {"bf16", "w4"}
     assert tree(bundle) == rebuilt(bundle, model, text, tmp_path / "again")
-    notes, before = Notes(), tree(bundle)
-    add(bundle, work, [], dense=["w8"], group_sizes={"w8": 32}, reporter=notes)
-    assert tree(bundle) == before and notes.notes == [f"{bundle}: holds these versions already"]
+    before = tree(bundle)
+    assert add(bundle, work, [], dense=["w8"], group_sizes={"w8": 32}).unchanged and tree(bundle) == before
     with pytest.raises(InputError, match="w4: dense matrices would have it in groups of 64, experts of 32"):
         add(bundle, work, [], {"w4": 64}, dense=["w4"])
     assert tree(bundle) == before
@@ -239,7 +237,7 @@ def test_an_error_while_it_is_written_leaves_the_old_one(mine, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(writer, "sync", full)
-        with pytest.raises(OSError, match="No space"), writer.BundleWriter(mine / "b", ["README.md"]) as new:
+        with pytest.raises(TargetError, match="No space"), writer.BundleWriter(mine / "b", ["README.md"]) as new:
             new.finish(moepack.open(mine / "b").manifest)
     with writer.BundleWriter(mine / "b", []), pytest.raises(TargetError, match="another process is replacing it"):
         writer.BundleWriter(mine / "b", [])
@@ -261,7 +259,8 @@ def test_on_the_command_line(short_model, text, tmp_path):
     ok(cli(*common, *work, "--recipe", tmp_path / "r.yaml", "-c", text, "--keep"))
     said = ok(cli(*common, *work, "--add", "w3,w2", "--group-size", "w2=32"))
     assert groups(moepack.open(tmp_path / "b").versions) == ["bf16 0", "w4 64", "w3 64", "w2 32"]
-    assert "w3: 32 experts by rtn" in said
+    assert "w3: 32 experts by rtn" in said and "nothing to add" not in said
+    assert "holds these versions already: nothing to add" in ok(cli(*common, *work, "--add", "w3"))
     before, out = tree(tmp_path / "b"), "leave out --recipe, --calibration and --keep"
     for more, word in (
         (("--add", "w1"), "name its --work"),

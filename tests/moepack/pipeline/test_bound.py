@@ -18,7 +18,7 @@ from moepack.calibrate.held import empty, is_mapped, mapped, release
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.safetensors_file import read_header
-from moepack.pipeline import artifacts, bound, start
+from moepack.pipeline import artifacts, bound, saved, start
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.bound import MAPPED, MIB, BuildNeeds, MemoryPlan, peak, place, steps
 from moepack.pipeline.dryrun.estimate import estimate
@@ -201,7 +201,7 @@ def test_a_full_disk_is_an_error_of_the_target(tmp_path):
 
 def test_kept_tensors_read_back(tmp_path, monkeypatch):
     """Of every dtype, written in parts, mapped ones among them, and read in place."""
-    monkeypatch.setattr(artifacts, "_WRITTEN", 7)
+    monkeypatch.setattr(saved, "_AT_ONCE", 7)
     wanted = {
         "a": torch.arange(9, dtype=torch.uint8),
         "b": torch.tensor(3.5, dtype=torch.float64),

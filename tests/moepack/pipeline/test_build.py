@@ -4,14 +4,12 @@ import contextlib
 import itertools
 import json
 import os
-import resource
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 import pytest
-from support import RTN, Notes, build_from, cli, refused, spy, tree
+from support import RTN, Notes, build_from, cli, files_of_at_most, refused, spy, tree
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -87,9 +85,52 @@ def test_quantised_by_another_recipe_than_calibrated(short_model, text, evaluati
     monkeypatch.setattr(losses, "ESTIMATE", now + 1)
     with pytest.raises(InputError, match=f"made with estimate of losses {now}, now {now + 1}: .*fresh"):
         pipeline.quantize(work, str(other))
-    (work / "settings.json").unlink()
     with pytest.raises(InputError, match="run moepack calibrate first"):
-        pipeline.quantize(work)
+        pipeline.quantize(tmp_path / "empty")
+
+
+@pytest.mark.parametrize(
+    "files", [["quantize/notes.txt"], ["objects/mine.txt", "lock"], ["settings.json"], ["config.json"]]
+)
+@pytest.mark.parametrize("more", [[], ["--fresh"], ["--dry-run"]])
+def test_a_directory_with_other_files_is_no_work_directory(files, more, short_model, text, tmp_path):
+    for name in files:
+        (tmp_path / "w" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "w" / name).write_text("mine")
+    before = tree(tmp_path)
+    words = ["build", short_model, "-o", tmp_path / "b", "-c", text, "--work", tmp_path / "w", *more]
+    refused(
+        cli(*words, "-q"), f"{tmp_path / 'w'}: holds files and is no work directory of moepack: name another --work"
+    )
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("flag", ["--keep", "--fresh"])
+def test_what_is_of_a_work_directory_needs_one(flag, short_model, tmp_path):
+    refused(cli("build", short_model, "-o", tmp_path / "b", flag), f"{flag} ", "work directory: name one with --work")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("inside", ["", "work"])
+@pytest.mark.parametrize(
+    "words", [["build", "MODEL"], ["build", "MODEL", "--dry-run"], ["build", "MODEL", "--add", "w2"], ["pack"]]
+)
+def test_a_work_directory_in_the_output_is_refused_at_the_start(words, inside, short_model, tmp_path):
+    words = [short_model if word == "MODEL" else word for word in words]
+    work = tmp_path / "b" / inside
+    refused(cli(*words, "-o", tmp_path / "b", "--work", work, "-q"), f"{work}: lies in the bundle's directory")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("damaged", ["", "{", "[]", '{"calibrate": 1}'])
+def test_damaged_settings_are_started_over(damaged, short_model, text, tmp_path, whole):
+    work = tmp_path / "w"
+    build_from(RTN, short_model, tmp_path / "a", [text], work=work)
+    (work / "settings.json").write_text(damaged)
+    with pytest.raises(TargetError, match=r"settings.json: is damaged: start over with .* fresh"):
+        build_from(RTN, short_model, tmp_path / "b", [text], work=work)
+    build_from(RTN, short_model, tmp_path / "b", [text], work=work, fresh=True)
+    assert tree(tmp_path / "b") == whole
 
 
 @pytest.mark.parametrize("at", ["rename", "rmtree"])
@@ -138,16 +179,11 @@ def test_the_manifest_tells_how_the_bundle_was_made(bundle):
 def test_a_full_disk_is_one_line_and_then_there_is_room(short_model, text, tmp_path, whole):
     """A limit on file size stands in for a full disk: the write fails in the middle of a stage, and a build with room
     goes on from there."""
-    work, (before, most) = tmp_path / "work", resource.getrlimit(resource.RLIMIT_FSIZE)
+    work = tmp_path / "work"
     (tmp_path / "r.yaml").write_text(RTN)
     words = ["build", short_model, "-o", tmp_path / "out" / "b", "-r", tmp_path / "r.yaml", "-c", text, "--work", work]
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, most))
-    try:
-        refused(cli(*words, "-q"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
-        signal.signal(signal.SIGXFSZ, handler)
+    with files_of_at_most(300_000):
+        refused(cli(*words, "-q"), ".safetensors: cannot be written: File too large")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
     build_from(RTN, short_model, tmp_path / "b", [text], work=work)
     assert tree(tmp_path / "b") == whole

@@ -23,6 +23,7 @@ from moepack.pipeline.shrink import shrink
 from moepack.quantize import dense_matrix
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
+from moepack.runtime.planning.options import LoadOptions
 
 CALIBRATION = "calibration: {samples: 8, length: 64, batch_size: 3}"
 RECIPE = f"""
@@ -201,7 +202,7 @@ def test_families(family, demo_model, text, tmp_path):
     assert ("in_proj_qkvz" if family == "qwen3_next" else "o_proj") in last
 
 
-def test_shrink(dense, tmp_path):
+def test_shrink(dense, tmp_path, monkeypatch):
     done = shrink(dense, tmp_path / "w8", dense=["w8"])
     small = moepack.open(tmp_path / "w8")
     assert done.dense == ("w8",) and done.versions == ("bf16", "w4") and small.verify() == []
@@ -211,9 +212,15 @@ def test_shrink(dense, tmp_path):
     note = json.loads((tmp_path / "w8" / "manifest.json").read_text())["provenance"]["shrunk"][-1]
     assert note["dense"] == ["w8"] and note["kept"] == ["bf16", "w4"]
     assert shrink(dense, tmp_path / "w4", ["w4"]).dense == ("bf16", "w8", "w4"), "all, where none is named"
+    budget = LoadOptions(policy="uniform", device_memory="30MB")
+    for named, kept in (([], ("bf16",)), (["w4", "w8"], ("w8", "w4"))):
+        fitted = shrink(dense, tmp_path / f"fit{len(named)}", fit=budget, allocation=True, dense=named)
+        assert fitted.dense == kept, "those that the plan serves, or those that are named"
+        assert set(moepack.open(fitted.bundle).manifest.allocation.dense) == {kept[0]}
     with pytest.raises(InputError, match="no version 'w3' of dense matrices: here are bf16, w8, w4"):
         shrink(dense, tmp_path / "none", dense=["w3"])
-    with pytest.raises(InputError, match="no lossless version of its dense matrices"):
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="no lossless version of its dense matrices"):
+        patch.setattr("moepack.reports.verify.verify_digests", lambda *_: pytest.fail("read what is not told"))
         verify(tmp_path / "w8", "anything")
     card = (tmp_path / "w8" / "README.md").read_text()
     assert "| w8 | 12 matrices outside the experts: 8 bits" in card and card.count("outside the experts:") == 1

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from support import RTN, flip, spy, tree
+import tiny_models
+from support import RTN, Notes, flip, spy, tree
 
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
@@ -17,6 +18,7 @@ from moepack.calibrate.identity import identity
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
 from moepack.pipeline import run
+from moepack.pipeline.artifacts import save
 from moepack.pipeline.executors import local
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.run import LayerWalk
@@ -137,14 +139,15 @@ def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model, text, tmp
         pipeline.quantize(work, fresh=True)
     assert before and tree(work / "quantize") == before
     (work / "calibrate" / "layer-001" / "done.json").unlink()  # as after a calibration that was killed
-    (work / "calibrate" / "layer-000" / "observation.safetensors").touch()
+    save(work / "calibrate" / "layer-000" / "observation.safetensors", {})
     with pytest.raises(InputError, match="layer 1 is not calibrated: run moepack calibrate to its end"):
         pipeline.quantize(work, fresh=True)
     assert tree(work / "quantize") == before
 
 
-def test_a_killed_layer_keeps_its_finished_batches(short_model, text, tmp_path, monkeypatch, whole):
-    """Batches of four experts: the second run makes only those that the first had not."""
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_killed_layer_keeps_its_finished_batches(damaged, short_model, text, tmp_path, monkeypatch, whole):
+    """Batches of four experts: the second run makes only those that the first had not, or that are damaged since."""
     monkeypatch.setattr(expert_batch, "MOST", 4)
     made = []
 
@@ -156,11 +159,64 @@ def test_a_killed_layer_keeps_its_finished_batches(short_model, text, tmp_path, 
     spy(monkeypatch, local, "make_expert_batch", count)
     with pytest.raises(KeyboardInterrupt):
         pipeline.build(short_model, tmp_path / "b", RECIPE, [text], work=tmp_path / "w")
-    assert len(made) == 7 and len(list((tmp_path / "w" / "objects").iterdir())) == 2
+    results = list((tmp_path / "w" / "objects").iterdir())
+    assert len(made) == 7 and len(results) == 2
+    if damaged:
+        flip(results[0], -20)
     pipeline.build(short_model, tmp_path / "b", RECIPE, [text], work=tmp_path / "w")
     assert {*made[:7], *made[7:]} == {(layer, start) for layer in (0, 1) for start in (0, 4, 8, 12)}
-    assert len(made[7:]) == 2, "what was finished is not made again"
+    assert len(made[7:]) == 2 + damaged, "what was finished is not made again"
     assert tree(tmp_path / "b") == whole
+
+
+@pytest.fixture(scope="module")
+def kept(demo_model, text, tmp_path_factory):
+    """A checkpoint with an output projection of its own, and what a build with everything keeps of it."""
+    root = tmp_path_factory.mktemp("kept")
+    sizes = {"tie_word_embeddings": False, "num_hidden_layers": 2}
+    checkpoint = tiny_models.save_tiny("qwen3_moe", root / "checkpoint", demo_model, **sizes)
+    recipe = parse_recipe(f"versions: [bf16, w2]\ndense: [w4]\n{RTN.replace('rtn', 'gptq')}", "test")
+    pipeline.build(checkpoint, root / "b", recipe, [text], work=root / "w", keep=True)
+    return checkpoint, recipe, root / "w", tree(root / "b")
+
+
+@pytest.mark.parametrize(
+    ("file", "how"),
+    [
+        ("quantize/layer-001/w2.safetensors", "flipped"),
+        ("quantize/layer-000/bf16.safetensors", "cut"),
+        ("quantize/layer-001/losses.safetensors", "cut"),
+        ("quantize/layer-000/dense-w4.safetensors", "gone"),
+        ("quantize/rest/dense-losses.safetensors", "flipped"),
+        ("calibrate/rest/dense.safetensors", "flipped"),
+        ("calibrate/rest/moments.safetensors", "cut"),
+        ("calibrate/layer-000/dense.safetensors", "gone"),
+        ("calibrate/layer-000/statistics.safetensors", "flipped"),
+        ("calibrate/layer-001/observation.safetensors", "flipped"),
+        ("calibrate/layer-001/hidden.safetensors", "cut"),
+        ("quantize/layer-001/done.json", "renamed"),
+    ],
+)
+def test_a_damaged_piece_is_made_again(file, how, kept, text, tmp_path):
+    """A build says which, and ends in the same bytes; `pack`, which cannot make it, refuses it."""
+    checkpoint, recipe, source, whole = kept
+    work = Path(shutil.copytree(source, tmp_path / "w"))
+    data = (work / file).read_bytes()
+    (work / file).unlink()
+    flipped = data[:-20] + bytes([data[-20] ^ 64]) + data[-19:]
+    if how != "gone":
+        made = {"flipped": flipped, "cut": data[:-20], "renamed": data.replace(b"payload", b"qayload")}
+        (work / file).write_bytes(made[how])
+    alone = shutil.copytree(work, tmp_path / "alone")
+    with pytest.raises(InputError, match=r"is not (calibrated|quantised): run moepack"):
+        pipeline.pack(alone, tmp_path / "packed")
+    assert not (tmp_path / "packed").exists()
+    notes = Notes()
+    pipeline.build(checkpoint, tmp_path / "b", recipe, [text], work=work, reporter=notes)
+    assert tree(tmp_path / "b") == whole
+    assert [note for note in notes.notes if "is damaged" in note] == [
+        f"{work / file}: is damaged: what it holds has to be made again"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """Recipes: shipped ones are valid and for models that exist, unknown keys are named with the nearest known one."""
 
+import contextlib
 import re
 from dataclasses import replace
 
 import pytest
+from support import Notes
 
-from moepack.pack.errors import InputError
+from moepack.pack.errors import InputError, MoepackError
 from moepack.pack.spec import Version
+from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import load_recipe, parse_recipe, shipped, with_native, with_text, with_versions
 
 EXPECTED = shipped()
@@ -53,6 +56,25 @@ def test_group_sizes_by_version():
     recipe = parse_recipe("quantize: {group_size: {w4: 128, w1: 32}}\nversions: [w1, bf16, w4, w2]", "x")
     found = [f"{v.name} {v.group_size}" for v in recipe.version_specs()]
     assert found == ["bf16 0", "w4 128", "w2 64", "w1 32"]
+
+
+@pytest.mark.parametrize(
+    ("text", "unused"),
+    [
+        ("versions: [bf16, w4d5]\nquantize: {group_size: 64}", "64"),
+        ("versions: [native]\nquantize: {group_size: 32}", "32"),
+        ("versions: [w4]\nquantize: {group_size: {w4: 32, w3: 32, w2: 64}}", "w3: 32, w2: 64"),
+        ("versions: [w4d5, w4]\nquantize: {group_size: 64}", None),
+        ("versions: [w4d5]\ndense: [w8]\nquantize: {group_size: {w8: 32}}", None),
+        ("versions: [w4d5]", None),
+    ],
+)
+def test_group_sizes_that_no_version_takes_are_said(text, unused, tmp_path):
+    notes = Notes()
+    with contextlib.suppress(MoepackError):  # no model is there
+        estimate(tmp_path / "none", tmp_path / "b", parse_recipe(text, "x"), reporter=notes)
+    said = f"quantize.group_size: no version of the recipe takes {unused}: leave it out, or add one later"
+    assert notes.notes == ([said] if unused else [])
 
 
 def test_a_version_of_one_group_size_leaves_others_theirs():

@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
-from support import flip, tree
+from support import files_of_at_most, flip, tree
 
 import moepack
 from moepack.pack.errors import BundleError, InputError, TargetError
@@ -53,6 +56,29 @@ def test_the_map_of_the_manifest_stays_with_its_versions(bundle, tmp_path):
     assert set(done.versions) == named < {"bf16", "w4", "w3", "w2", "w1"}
     model = moepack.load(tmp_path / "small", policy="static:allocation")
     assert model.moepack.versions == table.versions
+
+
+@pytest.fixture
+def another_disk(tmp_path):
+    """A folder of another file system, to which no file can be linked."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system")
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+def test_a_disk_without_room(bundle, another_disk, tmp_path, monkeypatch):
+    """It is refused before files are copied; one that becomes full names the file that is written. Nothing remains."""
+    words = r"/b/[a-z0-9/-]+.safetensors: cannot be written: File too large"
+    with files_of_at_most(50_000), pytest.raises(TargetError, match=words):
+        shrink(bundle, another_disk / "b", ["w2"])
+    usage = shutil.disk_usage(another_disk)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=400_000))
+    with pytest.raises(TargetError, match=r"/b: the disk lacks room: [0-9,]+ bytes to write, 400,000 free"):
+        shrink(bundle, another_disk / "b", ["w2"])
+    assert not list(another_disk.iterdir())
+    assert shrink(bundle, tmp_path / "b", ["w2"]).versions == ("w2",), "links take no room"
 
 
 def test_nothing_is_written_where_it_is_refused(damaged, tmp_path):

@@ -283,6 +283,44 @@ def test_options_that_are_meant_otherwise(bundle, arguments, words):
     refused(cli("generate", bundle, "-p", "The", *arguments), *words)
 
 
+@pytest.mark.parametrize("flags", ["--shots 3", "--limit 3", "--chat", "--task-folder x"])
+def test_options_of_tasks_need_tasks(bundle, evaluation, flags):
+    refused(cli("eval", bundle, "-d", evaluation, *flags.split()), f"{flags.split()[0]} is for tasks", "with --tasks")
+
+
+@pytest.mark.parametrize("flags", ["--kl", "--trace t"])
+def test_options_of_text_need_text(bundle, flags):
+    refused(cli("eval", bundle, "--tasks", "arc", *flags.split()), f"{flags.split()[0]} is for text", "with --data")
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        *((("generate", "-p", "The"), f) for f in ("--kv-tokens 0", "--prefill-tokens 8", "--all-logits", "--batch 2")),
+        *((("eval", "-d", "x.txt"), f) for f in ("--kv-tokens 9", "--all-logits", "--kv auto")),
+        (("serve",), "--kv-tokens 9"),
+        (("bench",), "--kv auto"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
+)
+def test_options_of_a_budget_need_one(bundle, command, flags):
+    name, *rest = command
+    named = flags if "auto" in flags else flags.split()[0]
+    refused(cli(name, bundle, *rest, *flags.split()), f"{named} is for a memory budget: give --device-memory")
+
+
+def test_a_length_beyond_the_models_context_is_said(bundle, evaluation, tmp_path, monkeypatch):
+    """On stderr, and in what is reported."""
+    monkeypatch.setattr("moepack.runtime.planning.config.longest_context", lambda config: 32)
+    said = "32 tokens at a time, the model's longest context, not 64"
+    few = ("--length", "64", "--samples", "2", "--policy", "static:w2")
+    code, out, err = cli("eval", bundle, "-d", evaluation, *few)
+    assert code == 0 and said in err and "windows of 32 tokens" in " ".join(out.split())
+    assert json.loads(cli("eval", bundle, "-d", evaluation, *few, "-q", "--json")[1])["length"] == 32
+    code, out, err = cli("profile", bundle, evaluation, "-o", tmp_path / "profile.json", *few)
+    assert code == 0 and said in err and ": 64 tokens" in out
+
+
 def test_what_is_no_checkpoint_is_named(bundle, demo_model, text, tmp_path):
     (tmp_path / "ggufs").mkdir()
     gguf = tmp_path / "ggufs" / "model-Q4_K_M.GGUF"

@@ -79,6 +79,17 @@ def test_inspect_json_has_the_keys_others_rely_on(bundle, tmp_path):
     assert (tmp_path / "x" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--plot", "a.svg"), ("--html", "a.html")])
+def test_a_report_on_a_full_disk_is_not_there(bundle, tmp_path, monkeypatch, flag, name):
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    file = tmp_path / "new" / name
+    refused(cli("inspect", bundle, flag, file), f"{file}: No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
 def test_reports_keep_brackets(bundle, tmp_path):
     (tmp_path / "a [bold] name").symlink_to(bundle)
     shown = cli("plan", tmp_path / "a [bold] name", "--device-memory", "40MB")[1]
@@ -255,6 +266,7 @@ def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     refused(cli("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(cli("bench", bundle, "--prompt", "0", "--new", "0"), "nothing to measure")
     refused(cli("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
+    refused(cli("inspect", bundle, "--plot", tmp_path / "a.pdf", "--html", tmp_path / "b.txt"), "b.txt", ".html")
     before = cli("build", demo_model, "-o", tmp_path / "b", "-q", "-c", evaluation, "--engine", "steam")
     refused(before, "engine 'steam' is unknown")
     for command in ("build", "calibrate", "quantize"):

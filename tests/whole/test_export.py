@@ -13,7 +13,7 @@ from support import NATIVE, Notes, build_from, edit_tensors
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moepack.export import export_checkpoint
+from moepack.export import Wanted, export, export_checkpoint
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
@@ -49,8 +49,10 @@ def test_experts_that_bf16_rounds_are_no_checkpoint(demo_model, text, tmp_path):
     (line,) = [n for n in notes.notes if "export" in n]
     assert line.startswith("moepack export will not make the checkpoint again: ")
     assert line.endswith("checkpoint: bf16 is not how its F32 experts were")
-    with pytest.raises(InputError, match="bf16 is not how its F32 experts were"):
+    rounded = "bf16 holds the checkpoint's FP32 weights rounded to BF16: bits bf16 writes its values in BF16$"
+    with pytest.raises(InputError, match=rounded):
         export_checkpoint(tmp_path / "bundle", tmp_path / "again")
+    export(tmp_path / "bundle", tmp_path / "values", "checkpoint", Wanted(bits="bf16"), dry_run=True)
 
 
 def deepseek(folder, demo_model):

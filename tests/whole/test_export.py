@@ -21,6 +21,17 @@ from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.reports.verify import verify
+from moepack.shared.progress import Reporter
+
+
+class Steps(Reporter):
+    """Keeps the number of steps of the last stage, and their names."""
+
+    def stage(self, name, total):
+        self.steps = [total]
+
+    def step(self, detail=""):
+        self.steps.append(detail)
 
 
 def made(checkpoint, folder, text, more=""):
@@ -31,7 +42,12 @@ def made(checkpoint, folder, text, more=""):
     assert [n for n in dry.notes if "export" in n] == [n for n in notes.notes if "export" in n]
     kept = folder / "bundle" / "released.safetensors"
     assert few.carried_bytes == (sum(t.nbytes for t in load_file(kept).values()) if kept.exists() else 0)
-    assert verify(folder / "bundle", checkpoint) == []
+    told = Steps()
+    assert verify(folder / "bundle", checkpoint, told) == []
+    total, *steps, done = told.steps
+    assert steps[:2] == ["the model", "outside the layers"] and done == "done" and len(steps) == total
+    assert ("tensors for an export" in steps) == kept.exists()
+    assert ("multi-token prediction" in steps) == ("mtp: keep" in more)
     return notes.notes, exported(folder / "bundle", checkpoint, folder / "again")
 
 

@@ -244,13 +244,11 @@ def _taking(
 
 def check_budget(options: LoadOptions, given: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raise InputError, without a budget, for what is for one: a flag of these fields that are given, or a `kv`."""
-    if options.with_environment().in_budget:
-        return
     names = [name for name, flag in given.items() if str(flag.__metadata__[0].help).startswith(IN_BUDGET)]
     flags = [f"--{name.replace('_', '-')}" for name in names]
     if options.kv == AUTO_KV:
         flags.append(f"--kv {AUTO_KV}")
-    if flags:
+    if flags and not options.with_environment().in_budget:
         raise InputError(f"{flags[0]} is for a memory budget: give --device-memory or --memory, or leave it out")
 
 

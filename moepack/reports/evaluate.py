@@ -204,7 +204,7 @@ def _compare_with(
 
 
 def fitting(source: str | Path, length: int, reporter: Reporter) -> int:
-    """Return a number of tokens, or if that is less the model's longest context, which a note then tells."""
+    """Return a number of tokens, or if that is less the model's longest context, with a note; `check` comes before."""
     from transformers import AutoConfig
 
     from moepack.runtime.planning.config import longest_context

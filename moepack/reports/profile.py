@@ -47,9 +47,9 @@ def make_profile(
     check_writable(output)
     for name in data:
         check_source(name)  # before torch is imported
+    check(source, options)
     length = fitting(source.path, length, reporter)
     options = options.filled(prefill_tokens=length, all_logits=False, batch=1)
-    check(source, options)
     with reporter.hub_bars():
         pools = text_windows(source, data, length, samples)
     model = load_shown(source, options, reporter)

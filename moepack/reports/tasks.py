@@ -91,9 +91,9 @@ def run_tasks(
 
     with shown.hub_bars():
         source = locate(path)
+        check(source, options)
         length = fitting(source.path, length, shown)
         options = replace(options.filled(kv_tokens=length, prefill_tokens=length), all_logits=True)
-        check(source, options)
         manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
         if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
             manager = TaskManager(include_path=str(folder))  # the harness's own tasks too, which takes ten seconds

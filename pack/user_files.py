@@ -10,8 +10,8 @@ import hashlib
 import json
 import math
 import os
+import secrets
 import stat
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -65,18 +65,34 @@ def read_own(file: Path, most: int) -> bytes:
     return data
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Write a file of mode 0600 in one step: it is the former one or the whole new one. Raises OSError on failure."""
-    number, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-    partial = Path(name)
+def write_whole(file: Path, data: str | bytes, mode: int = 0o600) -> None:
+    """Write a file in one step: it is the former one or the whole new one. Raises OSError, which names the file."""
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(number, "w") as made:
-            made.write(text)
+        number = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with os.fdopen(number, "wb") as made:
+            made.write(data.encode() if isinstance(data, str) else data)
             made.flush()
             os.fsync(made.fileno())
         partial.replace(file)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(file)) from None
+        raise
+
+
+def write_report(file: Path, data: bytes) -> None:
+    """Write a file for others to read, as `write_whole` does, in a folder that is made if it is not there."""
+    folder = file.absolute().parent
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, data, 0o666)
+    except BaseException:
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
         raise
 
 

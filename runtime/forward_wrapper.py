@@ -368,12 +368,8 @@ class ForwardWrapper:
         try:
             write()
         except OSError as error:
-            trace = self._trace
             self._trace = None
-            log.warning("the trace ends early, it cannot be written: %s", error.strerror or error)
-            if trace is not None:
-                with contextlib.suppress(OSError):  # unwritten lines fail again; the file is closed all the same
-                    trace.close()
+            log.warning("%s: the trace ends early, it cannot be written: %s", error.filename, error.strerror)
 
 
 def _text(given: dict[str, object]) -> Tensor | None:

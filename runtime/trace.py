@@ -6,11 +6,11 @@ The first line describes the model: {"format": "moepack-trace", "version": 2, "p
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import IO
 
 from moepack.pack.errors import InputError
 
@@ -45,11 +45,16 @@ class Trace:
 
 
 class TraceWriter:
-    """Writes a trace, each step's line at once."""
+    """Writes a trace, each step's line at once.
+
+    After an OSError, which names it, the file holds whole lines, or is not there.
+    """
 
     def __init__(self, path: Path, policy: str, layers: Sequence[tuple[int, int]], versions: Sequence[str]) -> None:
         """Open the file and write its first line. `layers` are pairs (index in the model, number of experts)."""
-        self._file: IO[str] = path.open("w", buffering=1)
+        self._path = path
+        self._file = path.open("wb", buffering=0)
+        self._size = 0  # bytes of whole lines
         described = [{"index": index, "experts": experts} for index, experts in layers]
         self._line({**FORMAT, "policy": policy, "layers": described, "versions": list(versions)})
 
@@ -58,7 +63,18 @@ class TraceWriter:
         self._line(asdict(record))
 
     def _line(self, value: dict[str, object]) -> None:
-        self._file.write(json.dumps(value, separators=(",", ":")) + "\n")
+        left = line = (json.dumps(value, separators=(",", ":")) + "\n").encode()
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a device cannot be cut
+                self._file.truncate(self._size)
+            self._file.close()
+            if not self._size and self._path.is_file():
+                self._path.unlink()
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+        self._size += len(line)
 
     def close(self) -> None:
         """Close the file."""

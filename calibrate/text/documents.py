@@ -17,6 +17,7 @@ from typing import Any
 from moepack.pack.errors import InputError, MissingExtraError
 from moepack.pack.hub_name import on_hub
 
+ROWS = 1024  # of a .parquet that are read at a time
 _KINDS = (".txt", ".md", ".jsonl", ".json", ".parquet")
 _ENDS = ("<|endoftext|>", "\f")  # a line of either alone ends a document
 _TITLE = re.compile(r" = (?!=).*[^=\s] = \s*")  # an article's title in WikiText; section titles have more than one =
@@ -39,6 +40,9 @@ def check_source(source: str) -> None:
     if Path(source).suffix in _KINDS:
         if not Path(source).is_file():
             raise InputError(f"{source}: no such file")
+    elif Path(source).is_file():
+        known = f"{', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
+        raise InputError(f"{source}: a file of text is a {known}: convert or rename it")
     elif not Path(name).exists():
         on_hub(name, "README.md", instead="no such file", kind="dataset")
 
@@ -56,9 +60,9 @@ def documents(source: str) -> Iterator[Document]:
     column = "text"
     try:
         if path.suffix == ".md":
-            yield path.read_text(encoding="utf-8")
+            yield path.read_text(encoding="utf-8-sig")
         elif path.suffix == ".txt":
-            with path.open(encoding="utf-8") as lines:
+            with path.open(encoding="utf-8-sig") as lines:
                 yield from split_lines(lines)
         elif path.suffix in (".json", ".jsonl"):
             for row in _json_rows(path):
@@ -70,9 +74,12 @@ def documents(source: str) -> Iterator[Document]:
         raise
     except Exception as error:  # `datasets` raises its own, pyarrow's, the Hub's and the operating system's
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        local = path.suffix in _KINDS
-        hint = "" if local else " (not a .txt, .jsonl, .json or .parquet file, so taken for a Hub data set)"
-        raise InputError(f"{source}: cannot be read{hint}: {what}") from None
+        taken = "a data set of the Hub"
+        if path.suffix in _KINDS:
+            taken = f"a {path.suffix} file"
+        elif Path(source.partition(":")[0]).exists():
+            taken = "a data set's directory (name one of its files)"
+        raise InputError(f"{source}: cannot be read as {taken}: {what}") from None
 
 
 def split_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -156,7 +163,8 @@ def _table(source: str) -> tuple[Iterable[object], str]:
     except ImportError:
         raise MissingExtraError("datasets", "build") from None
     if Path(source).suffix == ".parquet":
-        return datasets.load_dataset("parquet", data_files=source, split="train", streaming=True), "text"
+        given = {"data_files": source, "split": "train", "streaming": True}
+        return datasets.load_dataset("parquet", batch_size=ROWS, **given), "text"  # else a file without rows has none
     name, config, split, column = (*source.split(":"), "", "", "")[:4]
     data = datasets.load_dataset(name, config or None, split=split or "train", streaming=True)
     return data, column or "text"

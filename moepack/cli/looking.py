@@ -26,12 +26,16 @@ def inspect(
     """Show versions, bytes, bits per weight and losses."""
     from moepack.reports import inspect as report
 
+    if plot is not None:
+        report.check_picture(plot)
+    if page is not None:
+        from moepack.reports.page import check_page, write_page
+
+        check_page(page)
     facts = report.inspect(bundle)
     if plot is not None:
         report.plot(bundle, plot)
     if page is not None:
-        from moepack.reports.page import write_page
-
         write_page(bundle, facts, page)
     show(facts, as_json, report.render)
 

@@ -6,11 +6,13 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
 
 from moepack.pack.errors import InputError
+from moepack.runtime.kv.forms import AUTO_KV
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.sizes import parse_size
 from moepack.runtime.policies.registry import completions, usages
@@ -83,6 +85,7 @@ def complete_policy(incomplete: str) -> list[tuple[str, str]]:
     return [(text, meaning) for text, meaning in completions(incomplete) if text.startswith(incomplete)]
 
 
+IN_BUDGET = "In a budget: "  # begins the help of a flag that is refused where there is none
 _LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     "policy": Annotated[
         str | None,
@@ -145,25 +148,25 @@ _LOADING: dict[str, object] = {  # field of LoadOptions -> its flag
     ],
     "kv_tokens": Annotated[
         int | None,
-        typer.Option("--kv-tokens", min=0, help="In a budget: reserve KV cache for this many tokens of each sequence."),
+        typer.Option("--kv-tokens", min=0, help=f"{IN_BUDGET}reserve KV cache for this many tokens of each sequence."),
     ],
     "batch": Annotated[
         int | None,
-        typer.Option("--batch", min=1, help="In a budget: reserve memory for this many sequences; by default 1."),
+        typer.Option("--batch", min=1, help=f"{IN_BUDGET}reserve memory for this many sequences; by default 1."),
     ],
     "prefill_tokens": Annotated[
         int | None,
         typer.Option(
             "--prefill-tokens",
             min=0,
-            help="In a budget: reserve memory for passes of this many tokens of each sequence.",
+            help=f"{IN_BUDGET}reserve memory for passes of this many tokens of each sequence.",
         ),
     ],
     "all_logits": Annotated[
         bool,
         typer.Option(
             "--all-logits",
-            help="In a budget: reserve memory for the logits of all --prefill-tokens, not only the last.",
+            help=f"{IN_BUDGET}reserve memory for the logits of all --prefill-tokens, not only the last.",
         ),
     ],
     "device": Device,
@@ -222,7 +225,10 @@ def _taking(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
         def run(**values: object) -> None:
-            made = record(**{name: values.pop(name) for name in flags})
+            given = {name: values.pop(name) for name in flags}
+            made = record(**given)
+            if isinstance(made, LoadOptions) and "device_memory" in flags:
+                check_budget(made, {n: a for n, (a, default) in flags.items() if given[n] != default})
             command(**values, **{parameter: made})
 
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -234,6 +240,16 @@ def _taking(
         return run
 
     return decorate
+
+
+def check_budget(options: LoadOptions, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raise InputError, without a budget, for what is for one: a flag of these fields that are given, or a `kv`."""
+    names = [name for name, flag in given.items() if str(flag.__metadata__[0].help).startswith(IN_BUDGET)]
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    if options.kv == AUTO_KV:
+        flags.append(f"--kv {AUTO_KV}")
+    if flags and not options.with_environment().in_budget:
+        raise InputError(f"{flags[0]} is for a memory budget: give --device-memory or --memory, or leave it out")
 
 
 def counts_of(flag: str, text: str) -> list[int]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import LoadOptions
 from moepack.server.own_sampling import SamplingFlags
 from moepack.shared.memory import peaks
 from moepack.shared.progress import loading_line, progress
 
 from .options import (
+    IN_BUDGET,
     GenerationConfig,
     Json,
     Model,
@@ -23,6 +26,7 @@ from .options import (
     System,
     SystemMessages,
     Template,
+    check_budget,
     complete_policy,
     counts_of,
     loading,
@@ -38,7 +42,7 @@ _PASS = typer.Option("--batch", min=1, help="Windows in each forward pass; by de
 _HELD = typer.Option(
     "--kv-tokens",
     min=0,
-    help="In a budget: tokens of KV cache reserved at the start; 4096 if experts cannot make room.",
+    help=f"{IN_BUDGET}tokens of KV cache reserved at the start; 4096 if experts cannot make room.",
 )
 _PREFIX = typer.Option(
     "--prefix-cache",
@@ -86,6 +90,12 @@ def evaluate(
     result = None
     scores = None
     named = names_of(tasks)
+    of_tasks = {"--shots": shots, "--limit": limit, "--task-folder": task_folder, "--chat": chat or None}
+    of_text = {"--trace": trace, "--kl": kl or None}
+    if not named:
+        _check_unused(of_tasks, "is for tasks: name them with --tasks")
+    elif not data:
+        _check_unused(of_text, "is for text: name some with --data")
     with progress(quiet) as reporter:
         if data or not named:
             result = scoring.evaluate(path, data or [], options, length, samples, reporter, trace, kl)
@@ -103,6 +113,13 @@ def evaluate(
         counted = f"{result.promotions:,} promotions, {result.demotions:,} demotions, {result.forward_waits:,} waits"
         peak = f"peak {result.resident_bytes_peak:,} of {result.budget_bytes:,} bytes"
         typer.echo(f"{counted}, {peak}")
+
+
+def _check_unused(flags: Mapping[str, object], needs: str) -> None:
+    """Raise InputError for a flag that is given, with what it needs."""
+    for flag, value in flags.items():
+        if value is not None:
+            raise InputError(f"{flag} {needs}, or leave it out")
 
 
 @loading(*_LOADED, "prefill_tokens", "profile", "batch", all_logits=False)
@@ -184,6 +201,8 @@ def bench(
     lengths = measuring.Lengths(
         counts_of("--prompt", prompt), counts_of("--new", new), context, counts_of("--clients", clients), repeat
     )
+    if not (device_memory or memory):
+        check_budget(options)
     with progress(quiet) as reporter:
         rows = measuring.bench(bundle, policy or (), device_memory or (), memory or (), lengths, options, reporter)
     if as_csv:

@@ -19,7 +19,7 @@ from moepack.pack.manifest.parser import safe_path
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
-from moepack.pack.spec import lossless
+from moepack.pack.spec import EXPERT_DTYPES, Version, lossless
 from moepack.pipeline.released import TENSORS, Holding, as_it_is, of_experts
 from moepack.shared.progress import Reporter
 
@@ -101,14 +101,7 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, JsonObject]:
         here = ", ".join(v.name for v in bundle.versions)
         raise InputError(f"{bundle.path}: has no version here that holds its checkpoint as it was: here are {here}")
     if TENSORS not in bundle.manifest.files:
-        dtype = bundle.manifest.model.get("expert_dtype")
-        rounds = not exact.released and dtype != "BF16"
-        why = (
-            f"{exact.name} is not how its {dtype} experts were"
-            if rounds
-            else "its layout is not undone, or an older moepack built it"
-        )
-        raise InputError(f"{bundle.path}: does not hold its checkpoint as it was ({why}): build it with native experts")
+        raise InputError(f"{bundle.path}: does not hold its checkpoint as it was: {_why_not(bundle, exact)}")
     if LEFTOVERS in bundle.manifest.files.keys() - bundle.files.keys():  # serving from the Hub does not fetch it
         raise InputError(f"{bundle.path}: {LEFTOVERS} is not here, which export needs: pull the bundle")
     bundle.check(TENSORS, "config.json", *([LEFTOVERS] if LEFTOVERS in bundle.files else []))
@@ -130,6 +123,18 @@ def _stream(bundle: Bundle) -> tuple[StreamedModel, JsonObject]:
     if tuple(stream.expert_layers.values()) != bundle.layers or stream.native != exact:
         raise InputError(f"{bundle.path / TENSORS}: does not describe the checkpoint of this bundle: damaged")
     return stream, config
+
+
+def _why_not(bundle: Bundle, exact: Version) -> str:
+    """Say why a bundle without a description of its checkpoint has none, and what to do."""
+    from moepack.calibrate.released.parts import FLOATS
+
+    dtype = str(bundle.manifest.model.get("expert_dtype"))
+    values = f"--bits {exact.name} writes its values in BF16"
+    if exact.released or dtype == "BF16":
+        return f"its layout is not undone, or it was built or shrunk without what that takes: {values}"
+    held = f"{exact.name} holds {EXPERT_DTYPES[dtype]}"
+    return f"{held}: {values}" if dtype in FLOATS else f"{held}: build it with native experts, or {values}"
 
 
 def _plain(file: str) -> str:

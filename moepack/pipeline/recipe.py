@@ -354,8 +354,10 @@ def _allocation(at: str, value: object, dense: Sequence[str]) -> Allocate:
     how = Allocate(**given | {"average_bits": _number(f"{at}.average_bits", given.get("average_bits"), 1, 20)})
     if not isinstance(how.dense, bool):
         raise InputError(f"{at}.dense: {how.dense!r} is not true or false")
-    if how.dense and (not dense or how.weight != "gates"):
-        raise InputError(f"{at}.dense: needs dense: in the recipe, and weight gates")
+    if how.dense and not dense:
+        raise InputError(f"{at}.dense: needs dense: in the recipe")
+    if how.dense and how.weight != "gates":
+        raise InputError(f"{at}.dense: needs weight: gates, not {how.weight}")
     return how
 
 

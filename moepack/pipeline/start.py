@@ -15,6 +15,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, lossless, lossy
 from moepack.pack.writer import replace_file
 from moepack.quantize import methods
+from moepack.runtime.planning.config import longest_context
 from moepack.shared.progress import Reporter
 from moepack.shared.version import __version__
 
@@ -62,12 +63,18 @@ def note_unused(recipe: Recipe, reporter: Reporter) -> None:
         reporter.note(unused)
 
 
+def note_shorter(checkpoint: Checkpoint, recipe: Recipe, reporter: Reporter) -> None:
+    """Tell the reporter where the model's longest context makes a recipe's windows shorter."""
+    asked = recipe.calibration.length
+    length = window_shape(checkpoint, recipe)[1]
+    if length < asked:
+        reporter.note(f"calibration.length: {length:,} tokens, the model's longest context, not {asked:,}")
+
+
 def window_shape(checkpoint: Checkpoint, recipe: Recipe) -> tuple[int, int]:
     """The most windows that a recipe takes, and tokens of one."""
     how = recipe.calibration
-    limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None) or 0
-    length = min(how.length, limit) if limit > 0 else how.length
-    return how.samples, length
+    return how.samples, min(how.length, longest_context(checkpoint.config) or how.length)
 
 
 def start(
@@ -106,6 +113,7 @@ def start(
     if stream.expert_dtype != "BF16" and LOSSLESS in recipe.versions:
         reporter.note(f"the {LOSSLESS} version holds {EXPERT_DTYPES[stream.expert_dtype]}")
     settings = recipe.calibration
+    note_shorter(opened, recipe, reporter)
     sources, windows = calibration_text(opened, recipe, calibration)
     count, length = windows.ids.shape
     how = _fit(directory, stream, recipe, dense, memory, count, length, fresh, reporter=reporter)

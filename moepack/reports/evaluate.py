@@ -70,6 +70,7 @@ class Evaluation(Scores):
     """Scores over all files in one session, and the session's use of the device."""
 
     files: tuple[FileScore, ...]
+    length: int  # tokens of a window
     policy: str | None
     resident_bytes_peak: int
     budget_bytes: int | None
@@ -114,7 +115,7 @@ def evaluate(
             if 16 have over 1,024 tokens together. `prefill_tokens` is a window's tokens by default. `all_logits` is
             False by default: logits are made in pieces. `kv_tokens` are used only with a `kv` of fewer bits, but the
             budget leaves room for them.
-        length: tokens of a window; at most the model's longest context.
+        length: tokens of a window; the model's longest context if that is less.
         samples: windows a file, from its beginning.
         reporter: receives progress.
         trace: a file that receives a line for each forward pass (moepack.runtime.trace); for bundles alone.
@@ -126,7 +127,7 @@ def evaluate(
     with contextlib.ExitStack() as stack:
         with reporter.hub_bars():
             source = _checked(path, data, options, trace)
-        length = _window(source.path, length)
+        length = fitting(source.path, length, reporter)
         batch = 16 if not options.in_budget else max(1, min(16, _TOKENS // length))
         options = options.filled(prefill_tokens=length, all_logits=False, batch=batch)
         if options.workload.kv != PLAIN_KV or options.kv == AUTO_KV:
@@ -157,7 +158,7 @@ def evaluate(
         session |= {"budget_bytes": serving.budget_bytes, "memory_limit_bytes": getattr(serving.limit, "bytes", None)}
     session |= peaks()
     files = tuple(FileScore(file=s.file, **_scores([s], kl)) for s in scored)
-    return Evaluation(files=files, **_scores(scored, kl), **session)
+    return Evaluation(files=files, length=length, **_scores(scored, kl), **session)
 
 
 def _checked(path: str | Path, data: Sequence[str], options: LoadOptions, trace: Path | None) -> Source:
@@ -202,13 +203,19 @@ def _compare_with(
             reference.keep(model, name, pool, batch, reporter)
 
 
-def _window(source: str | Path, length: int) -> int:
+def fitting(source: str | Path, length: int, reporter: Reporter) -> int:
+    """Return a number of tokens, or if that is less the model's longest context, with a note; `check` comes before."""
     from transformers import AutoConfig
+
+    from moepack.runtime.planning.config import longest_context
 
     most = None
     with suppress(Exception):  # loading reports the error
-        most = getattr(AutoConfig.from_pretrained(source).get_text_config(), "max_position_embeddings", None)
-    return min(length, most) if isinstance(most, int) and most > 1 else length
+        most = longest_context(AutoConfig.from_pretrained(source))
+    if most is None or not 1 < most < length:
+        return length
+    reporter.note(f"{most:,} tokens at a time, the model's longest context, not {length:,}")
+    return most
 
 
 def text_windows(source: Source, data: Sequence[str], length: int, samples: int) -> list[tuple[str, Windows]]:
@@ -378,7 +385,7 @@ def render(result: Evaluation, title: str) -> Table:
     columns = ["file", "perplexity", "95 %", "tokens", "tokens/s"]
     if result.kl is not None:
         columns += ["KL to lossless, nats", "95 %", "same first token"]
-    table = Table(*columns, title=f"{title}: {result.policy or 'as it is'}")
+    table = Table(*columns, title=f"{title}: {result.policy or 'as it is'}, windows of {result.length:,} tokens")
     for score in result.files:
         low, high = score.perplexity_interval
         row = [f"{score.perplexity:.4f}", f"{low:.4g}-{high:.4g}"]

@@ -11,6 +11,7 @@ from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import encoding_of, lossless, lossy
 from moepack.pack.tables import FEW_TOKENS, TABLES, shown_loss
+from moepack.pack.user_files import write_report
 from moepack.shared.palette import colour
 
 if TYPE_CHECKING:
@@ -108,13 +109,16 @@ def made_by(methods: dict[str, int]) -> str:
     return ", ".join(f"{method} {n:,}" for method, n in methods.items() if method != "none") or "exact"
 
 
-def plot(path: str | Path, out: Path) -> None:
-    """Draw the loss tables (`draw_tables`) into a file. Raises InputError for a file of another format."""
+def check_picture(out: Path) -> None:
+    """Raise InputError for a name that is not a picture's."""
     if out.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"{out}: a picture is a .png, a .svg or a .pdf")
-    picture = draw_tables(open_bundle(path), out.suffix[1:])
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_bytes(picture)
+
+
+def plot(path: str | Path, out: Path) -> None:
+    """Draw the loss tables (`draw_tables`) into a file. Raises InputError for a file of another format."""
+    check_picture(out)
+    write_report(out, draw_tables(open_bundle(path), out.suffix[1:]))
 
 
 def draw_tables(bundle: Bundle, kind: str) -> bytes:

@@ -19,6 +19,7 @@ from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.pack.spec import lossy
 from moepack.pack.tables import CalibrationTables, shown_loss
+from moepack.pack.user_files import write_report
 from moepack.shared.palette import PARTS, VERSIONS
 
 from .inspect import draw_tables, made_by
@@ -40,6 +41,12 @@ img { max-width: 100%; height: auto; background: #fff; } pre { overflow-x: auto;
 _STYLE += "".join(f".{name} {{ background: {shade}; }}\n" for name, shade in {**VERSIONS, **PARTS}.items())
 
 
+def check_page(out: Path) -> None:
+    """Raise InputError for a name that is not a page's."""
+    if out.suffix not in (".html", ".htm"):
+        raise InputError(f"{out}: a report is a .html file")
+
+
 def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
     """Write the page of a bundle, with the facts that `inspect` returns, into a .html file.
 
@@ -47,8 +54,7 @@ def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
         InputError: if `out` is not a .html file.
         BundleError: for a damaged bundle.
     """
-    if out.suffix not in (".html", ".htm"):
-        raise InputError(f"{out}: a report is a .html file")
+    check_page(out)
     bundle = open_bundle(path)
     tables = bundle.calibration()
     name = _object(bundle.manifest.provenance.get("checkpoint")).get("name") or Path(path).name
@@ -72,8 +78,7 @@ def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
         f'img-src data:"><style>{_STYLE}</style></head><body>{"".join(parts)}</body></html>\n'
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8", errors="replace")
+    write_report(out, text.encode(errors="replace"))
 
 
 def _versions(facts: JsonObject) -> str:

@@ -7,6 +7,7 @@ memory between versions once, so the map may differ by a few experts.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -110,6 +111,7 @@ class Planned:
     capped: str | None = None
     kv: str = PLAIN_KV  # the form of the cache
     caches: tuple[CachePlan, ...] = ()  # what `--kv auto` compared
+    context: int | None = None  # the most tokens of a sequence that the model takes, by its config.json
     table: Versions = ()  # [layers][experts], the placement of each; not in JSON
     # Whether passes choose placements, or some experts are off the device: versions that `table` does not name may
     # then be served too. Not in JSON.
@@ -180,7 +182,7 @@ def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, o
 
             message = limit.too_small(bundle, TooSmallError(message, least)).text
         message = in_unit(message, options.size)
-    facts: JsonObject = {}
+    facts: JsonObject = {"context": _context(bundle)}
     if limit is not None:
         facts |= {"memory_limit_bytes": limit.bytes, "beside": limit.beside}
     layers: tuple[LayerPlan, ...] = ()
@@ -290,6 +292,13 @@ def _limit(bundle: Bundle, options: LoadOptions) -> ProcessLimit:
     return limit_of(options, measured())
 
 
+def _context(bundle: Bundle) -> int | None:
+    document = json.loads((bundle.path / CONFIG).read_bytes())
+    text = document.get("text_config")
+    found = (text if isinstance(text, dict) else document).get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else None
+
+
 def _cap(bundle: Bundle, whole: Sequence[Version], policy: Policy, table: Versions, free: int) -> str | None:
     """Say in one line what keeps all experts at one version, if `free` bytes hold one of them at the next better one.
 
@@ -348,7 +357,11 @@ def rows(planned: Planned) -> list[tuple[str, str]]:
         ("experts", planned.used_bytes - fixed.total),
     )
     pinned = f", and {sized(planned.pinned_bytes)} of pinned memory" if planned.pinned_bytes else ""
-    grows = f"{planned.kv_tokens_most:,} tokens of {planned.kv_bytes_per_token:,} bytes, with experts at their least"
+    longest = f"{planned.kv_tokens_most:,} tokens of {planned.kv_bytes_per_token:,} bytes, with experts at their least"
+    if planned.context is not None and planned.context <= planned.kv_tokens_most:
+        longest = f"{planned.context:,} tokens, the model's longest context"
+    elif planned.kv_tokens_most == MOST:
+        longest = "of any length"
     error = planned.expected_relative_loss_error
     found = [("bundle", planned.bundle), ("policy", planned.policy), ("workload", asked(planned))]
     if planned.beside is not None and planned.memory_limit_bytes is not None:
@@ -359,7 +372,7 @@ def rows(planned: Planned) -> list[tuple[str, str]]:
     found += [
         ("used", f"{sized(planned.used_bytes)} of {sized(planned.budget_bytes)}"),
         ("least that would do", f"{sized(planned.least_bytes)}: {planned.least_bytes:,} bytes"),
-        ("longest KV cache", "of any length" if planned.kv_tokens_most == MOST else grows),
+        ("longest KV cache", longest),
         ("files of these versions", f"{sized(planned.host_bytes)}{pinned}"),
         ("expected relative loss", shown_loss(planned.expected_relative_loss or 0.0, error)),
         ("a token reads", sized(planned.bytes_per_token or 0)),

@@ -38,7 +38,7 @@ def make_profile(
     """
     from moepack.calibrate.text.documents import check_source
 
-    from .evaluate import text_windows
+    from .evaluate import fitting, text_windows
 
     reporter = reporter or Reporter()
     source = locate(path)
@@ -47,8 +47,9 @@ def make_profile(
     check_writable(output)
     for name in data:
         check_source(name)  # before torch is imported
-    options = options.filled(prefill_tokens=length, all_logits=False, batch=1)
     check(source, options)
+    length = fitting(source.path, length, reporter)
+    options = options.filled(prefill_tokens=length, all_logits=False, batch=1)
     with reporter.hub_bars():
         pools = text_windows(source, data, length, samples)
     model = load_shown(source, options, reporter)

@@ -12,6 +12,7 @@ from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.shared.opening import check, load_shown, locate
 from moepack.shared.progress import Reporter
 
+from .evaluate import fitting
 from .scoring import products
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def run_tasks(
         path: the directory or Hub id of the bundle or checkpoint.
         tasks: names, as `lm_eval --tasks` takes them.
         options: how the model is loaded; `batch` is how many questions are asked at a time, by default 1.
-        length: the most tokens of a question with its answer; a budget leaves room for them.
+        length: the most tokens of a question with its answer, the model's longest context if that is less; a budget
+            leaves room for them unless the options say for how many.
         shots: examples before each question; None for the task's own number.
         limit: the most questions of each task; None asks all.
         folder: a folder of additional tasks.
@@ -89,8 +91,9 @@ def run_tasks(
 
     with shown.hub_bars():
         source = locate(path)
-        options = replace(options, kv_tokens=length, prefill_tokens=length, all_logits=True)
         check(source, options)
+        length = fitting(source.path, length, shown)
+        options = replace(options.filled(kv_tokens=length, prefill_tokens=length), all_logits=True)
         manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
         if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
             manager = TaskManager(include_path=str(folder))  # the harness's own tasks too, which takes ten seconds

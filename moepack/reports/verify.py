@@ -34,7 +34,7 @@ def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Rep
         bundle = open_bundle(path)
     except BundleError as error:
         return list(error.problems)
-    stream = None if checkpoint is None else _comparable(bundle, checkpoint)
+    stream = None if checkpoint is None else _comparable(bundle, checkpoint, reporter)
     problems: list[Problem] = []
     layer_files = bundle.manifest.layer_files(bundle.versions, bundle.dense_versions)
     reporter.stage("verify digests", len(bundle.files) + len(layer_files))
@@ -59,7 +59,7 @@ def agreement(path: str | Path) -> str:
     return "bit-identical, once rounded to BF16, with" if rounded else "bit-identical with"
 
 
-def _comparable(bundle: Bundle, checkpoint: str | Path) -> StreamedModel:
+def _comparable(bundle: Bundle, checkpoint: str | Path, reporter: Reporter) -> StreamedModel:
     """Open a checkpoint, or raise InputError where the bundle cannot be compared with it."""
     from moepack.calibrate.checkpoint import open_checkpoint
 
@@ -70,6 +70,8 @@ def _comparable(bundle: Bundle, checkpoint: str | Path) -> StreamedModel:
         raise InputError(f"{bundle.path}: has no lossless version here to compare with a checkpoint: {alone}")
     if bundle.manifest.dense and dense_exact is None:
         raise InputError(f"{bundle.path}: has no lossless version of its dense matrices here to compare: {alone}")
+    reporter.stage("open checkpoint", 1)
+    reporter.step("the model")
     opened = open_checkpoint(checkpoint)
 
     from moepack.calibrate.stream import StreamedModel  # imports torch
@@ -92,7 +94,9 @@ def _against(bundle: Bundle, stream: StreamedModel, reporter: Reporter) -> list[
     dense = bundle.dense(check_digests=False)  # verified above
     packed = {f"{d.module}.{part}" for d in bundle.manifest.dense for part in ("weight", "bias")}
     not_compared = set(dense)  # such a tensor would be served too: transformers unties a head that is there
-    reporter.stage("compare with checkpoint", len(stream.layers) + 1)
+    keeps_mtp = bundle.manifest.model.get("mtp") == "keep"
+    carries = LEFTOVERS in bundle.files
+    reporter.stage("compare with checkpoint", 1 + len(stream.layers) + keeps_mtp + carries)
     for i in (None, *range(len(stream.layers))):
         reporter.step("outside the layers" if i is None else f"layer {i}")
         tensors = stream.load(i)
@@ -108,7 +112,9 @@ def _against(bundle: Bundle, stream: StreamedModel, reporter: Reporter) -> list[
             if described.layer == i:
                 assert dense_exact is not None
                 problems += _compare_dense(bundle, dense_exact, number, rest, stream)
-    for group in stream.mtp_groups(_AT_ONCE) if bundle.manifest.model.get("mtp") == "keep" else ():
+    if keeps_mtp:
+        reporter.step("multi-token prediction")
+    for group in stream.mtp_groups(_AT_ONCE) if keeps_mtp else ():
         not_compared -= set(group)
         for name, tensor in group.items():
             problems += _compare(dense, str(bundle.path), name, tensor)
@@ -116,7 +122,9 @@ def _against(bundle: Bundle, stream: StreamedModel, reporter: Reporter) -> list[
     for name in sorted(not_compared):
         what = f"has a tensor {name}, which the checkpoint's model lacks"
         problems.append(Problem(str(bundle.path), "unexpected", what))
-    problems += _compare_carried(bundle, stream)
+    if carries:
+        reporter.step("tensors for an export")
+        problems += _compare_carried(bundle, stream)
     reporter.step("done")
     return problems
 
@@ -198,7 +206,7 @@ def _compare_carried(bundle: Bundle, stream: StreamedModel) -> list[Problem]:
 
     path = bundle.path / LEFTOVERS
     problems = list[Problem]()
-    for file in stream.checkpoint.headers if LEFTOVERS in bundle.files else ():
+    for file in stream.checkpoint.headers:
         with safe_open(path, "pt") as ours, safe_open(stream.checkpoint.path / file, "pt") as theirs:
             for name in set(ours.keys()) & set(theirs.keys()):
                 if not _same(ours.get_tensor(name), theirs.get_tensor(name)):

@@ -1,24 +1,45 @@
 """The colours of versions and of a budget's parts, the same on the server's page, in reports and in charts.
 
 A hue stands for a number of bits: these are the colours of Okabe and Ito, which people with any colour vision can tell
-apart. Forms with the same number of bits have shades of it. Every colour stands out from a light and from a
+apart. Versions with the same number of bits have shades of it. Every colour stands out from a light and from a
 dark ground.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import groupby
 
-VERSIONS: Mapping[str, str] = {
-    "bf16": "#0072b2",
-    "fp8": "#8f4f9f", "fp8row": "#b5588f", "mxfp8": "#d98fc4", "int8": "#7d6bb8", "int8fp16": "#a58bd0",
-    "w8": "#cc79a7",
-    "w4d5": "#3d8fc4", "mxfp4": "#2fa3a8", "nvfp4": "#5fbcc4", "int4": "#6f8fd6", "int4fp16": "#93aae0",
-    "w4": "#56b4e9",
-    "w3d4": "#53bf9b", "w3": "#009e73",
-    "w2d3": "#c9a227", "w2": "#e69f00",
-    "w1d2": "#e8845a", "w1": "#d55e00",
+from moepack.pack.spec import KNOWN, Version
+
+BITS: Mapping[int, str] = {
+    16: "#0072b2", 8: "#cc79a7", 4: "#56b4e9", 3: "#009e73", 2: "#e69f00", 1: "#d55e00",
 }  # fmt: skip
+DEEPEST = 0.3  # the most black or white in a shade
+
+
+def _hue(version: Version) -> str:
+    return BITS[min(BITS, key=lambda bits: abs(bits - version.bits))]
+
+
+def _mixed(colour: str, other: int, share: float) -> str:
+    """Mix a colour with a share of a grey, from 0 (black) to 255."""
+    channels = bytes.fromhex(colour[1:])
+    return "#" + "".join(f"{round(value + (other - value) * share):02x}" for value in channels)
+
+
+def _shades() -> dict[str, str]:
+    """The colour of every version: of those with one hue the last has it as it is, others darker and lighter shades."""
+    out = {}
+    for hue, group in groupby(KNOWN, key=_hue):
+        names = [version.name for version in group]
+        for n, name in enumerate(reversed(names)):
+            share = DEEPEST * ((n + 1) // 2) / max(1, len(names) // 2)
+            out[name] = _mixed(hue, 0 if n % 2 else 255, share)
+    return out
+
+
+VERSIONS = _shades()
 PARTS: Mapping[str, str] = {
     "dense": "#7f8791", "kv": "#b0a160", "activations": "#a5adb8", "staging": "#697283", "window": "#8a7f5c",
     "stored": "#8f8f8f", "absent": "#a9a4b0",
@@ -38,6 +59,4 @@ def colour(name: str) -> str:
     found = PARTS.get(version) or VERSIONS[version]
     if not place:
         return found
-    grey = FADED[place]
-    channels = bytes.fromhex(found[1:])
-    return "#" + "".join(f"{round(value + (GREY - value) * grey):02x}" for value in channels)
+    return _mixed(found, GREY, FADED[place])

@@ -40,9 +40,10 @@ def ladders_of(bundle: Bundle, options: LiveOptions) -> list[Ladder]:
     """Return the ladders (placements, best first) from which a policy may choose on a bundle.
 
     Raises:
-        InputError: when the bundle lacks a version that the options name.
+        InputError: when the bundle lacks a version, or the experts, that the options name.
     """
     try:
+        options.check_experts(max(layer.experts for layer in bundle.layers))
         return options.ladders(bundle.versions)
     except InputError as error:
         raise InputError(f"{bundle.path}: {error}") from None

@@ -45,6 +45,12 @@ def read_config(bundle: str | Path, manifest: Manifest | None, **options: Any) -
     return config
 
 
+def longest_context(config: Any) -> int | None:
+    """The most tokens of a sequence that a configuration says its model takes; None where it names no such number."""
+    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
 def check_config(name: str | Path, **options: Any) -> None:
     """Check a model's configuration for absurd numbers before transformers builds anything from them.
 

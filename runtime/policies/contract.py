@@ -224,6 +224,9 @@ class LiveOptions:
         """
         raise NotImplementedError
 
+    def check_experts(self, most: int) -> None:
+        """Raise InputError for an option that no layer has experts for; `most` are those of the largest layer."""
+
     @property
     def shares_by_loss(self) -> bool:
         """Whether layers share the budget by loss where losses of different layers can be compared; else evenly."""

@@ -59,6 +59,11 @@ class PrefillOptions(LiveOptions):
         if self.k < -1:
             raise ValueError("k must be at least 0, or -1 for as many as the budget holds")
 
+    def check_experts(self, most: int) -> None:
+        """See LiveOptions."""
+        if self.k > most:
+            raise InputError(f"k={self.k}: a layer has {most} experts; -1 is for as many as the budget holds")
+
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder: the version on the device, then the versions of 4 to 1 bits on the host."""
         high = find_version(self.hi, versions) if self.hi else versions[0]

@@ -69,6 +69,7 @@ def test_rows_that_are_lines_of_articles(tmp_path):
         " = Two = \n\n c \n",
     ]
     assert table("", "first", "", " = One = \n", "") == ["", "first", "", " = One = \n", ""]
+    assert table() == []
 
 
 def test_json_in_its_forms(tmp_path):
@@ -80,7 +81,10 @@ def test_json_in_its_forms(tmp_path):
     (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\n')
     for name, wanted in (("lines", "ab"), ("list", "ab"), ("line", "ab"), ("one", "a")):
         assert list(documents(str(tmp_path / f"{name}.json"))) == list(wanted)
-    assert list(documents(str(tmp_path / "bom.jsonl"))) == ["a"]
+    (tmp_path / "bom.txt").write_bytes(b"\xef\xbb\xbfa")
+    (tmp_path / "bom.md").write_bytes(b"\xef\xbb\xbfa")
+    for name in ("bom.jsonl", "bom.txt", "bom.md"):
+        assert list(documents(str(tmp_path / name))) == ["a"]
     for text, word in (
         ('{"text": "a"}\n{"text"\n', "line 2: "),
         ("[1]\n", "not objects with a column 'text'"),
@@ -94,6 +98,18 @@ def test_json_in_its_forms(tmp_path):
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud800"}\n')
     with pytest.raises(InputError, match="half a pair of surrogates"):
         data.windows(str(tmp_path / "half.jsonl"), byte_level(), 4, 1)
+
+
+def test_what_is_here_and_no_text_is_not_sought_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.setattr("moepack.calibrate.text.documents.on_hub", lambda *_, **__: pytest.fail("the Hub was asked"))
+    table = tmp_path / "x.csv"
+    table.write_text("text\na\n")
+    with pytest.raises(InputError, match=r"x\.csv: a file of text is a \.txt, .* or \.parquet: convert or rename it"):
+        list(documents(str(table)))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "x.csv").write_bytes(b"text\n\xff\n")
+    with pytest.raises(InputError, match="set: cannot be read as a data set's directory"):
+        list(documents(str(tmp_path / "set")))
 
 
 def test_a_data_set_is_streamed(tmp_path, monkeypatch):

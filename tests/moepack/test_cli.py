@@ -79,6 +79,17 @@ def test_inspect_json_has_the_keys_others_rely_on(bundle, tmp_path):
     assert (tmp_path / "x" / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.parametrize(("flag", "name"), [("--plot", "a.svg"), ("--html", "a.html")])
+def test_a_report_on_a_full_disk_is_not_there(bundle, tmp_path, monkeypatch, flag, name):
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    file = tmp_path / "new" / name
+    refused(cli("inspect", bundle, flag, file), f"{file}: No space left on device")
+    assert not list(tmp_path.iterdir())
+
+
 def test_reports_keep_brackets(bundle, tmp_path):
     (tmp_path / "a [bold] name").symlink_to(bundle)
     shown = cli("plan", tmp_path / "a [bold] name", "--device-memory", "40MB")[1]
@@ -255,6 +266,7 @@ def test_bad_options(bundle, demo_model, evaluation, tmp_path):
     refused(cli("plan", bundle, "--device-memory", "1GB", "--device", "warp"), "device warp")
     refused(cli("bench", bundle, "--prompt", "0", "--new", "0"), "nothing to measure")
     refused(cli("inspect", bundle, "--plot", tmp_path / "losses.txt"), "losses.txt", ".png")
+    refused(cli("inspect", bundle, "--plot", tmp_path / "a.pdf", "--html", tmp_path / "b.txt"), "b.txt", ".html")
     before = cli("build", demo_model, "-o", tmp_path / "b", "-q", "-c", evaluation, "--engine", "steam")
     refused(before, "engine 'steam' is unknown")
     for command in ("build", "calibrate", "quantize"):
@@ -281,6 +293,44 @@ def test_bad_options(bundle, demo_model, evaluation, tmp_path):
 )
 def test_options_that_are_meant_otherwise(bundle, arguments, words):
     refused(cli("generate", bundle, "-p", "The", *arguments), *words)
+
+
+@pytest.mark.parametrize("flags", ["--shots 3", "--limit 3", "--chat", "--task-folder x"])
+def test_options_of_tasks_need_tasks(bundle, evaluation, flags):
+    refused(cli("eval", bundle, "-d", evaluation, *flags.split()), f"{flags.split()[0]} is for tasks", "with --tasks")
+
+
+@pytest.mark.parametrize("flags", ["--kl", "--trace t"])
+def test_options_of_text_need_text(bundle, flags):
+    refused(cli("eval", bundle, "--tasks", "arc", *flags.split()), f"{flags.split()[0]} is for text", "with --data")
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        *((("generate", "-p", "The"), f) for f in ("--kv-tokens 0", "--prefill-tokens 8", "--all-logits", "--batch 2")),
+        *((("eval", "-d", "x.txt"), f) for f in ("--kv-tokens 9", "--all-logits", "--kv auto")),
+        (("serve",), "--kv-tokens 9"),
+        (("bench",), "--kv auto"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value,
+)
+def test_options_of_a_budget_need_one(bundle, command, flags):
+    name, *rest = command
+    named = flags if "auto" in flags else flags.split()[0]
+    refused(cli(name, bundle, *rest, *flags.split()), f"{named} is for a memory budget: give --device-memory")
+
+
+def test_a_length_beyond_the_models_context_is_said(bundle, evaluation, tmp_path, monkeypatch):
+    """On stderr, and in what is reported."""
+    monkeypatch.setattr("moepack.runtime.planning.config.longest_context", lambda config: 32)
+    said = "32 tokens at a time, the model's longest context, not 64"
+    few = ("--length", "64", "--samples", "2", "--policy", "static:w2")
+    code, out, err = cli("eval", bundle, "-d", evaluation, *few)
+    assert code == 0 and said in err and "windows of 32 tokens" in " ".join(out.split())
+    assert json.loads(cli("eval", bundle, "-d", evaluation, *few, "-q", "--json")[1])["length"] == 32
+    code, out, err = cli("profile", bundle, evaluation, "-o", tmp_path / "profile.json", *few)
+    assert code == 0 and said in err and ": 64 tokens" in out
 
 
 def test_what_is_no_checkpoint_is_named(bundle, demo_model, text, tmp_path):

@@ -16,7 +16,7 @@ def test_a_file_is_the_former_one_or_the_new_one(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{file}'"):
         write_whole(file, "two")
     assert [p.name for p in tmp_path.iterdir()] == ["kept"] and file.read_text() == "one"
 

@@ -13,7 +13,7 @@ from support import NATIVE, Notes, build_from, edit_tensors
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from moepack.export import export_checkpoint
+from moepack.export import Wanted, export, export_checkpoint
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pipeline.build import build
@@ -21,6 +21,17 @@ from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.recipe import parse_recipe
 from moepack.pipeline.shrink import shrink
 from moepack.reports.verify import verify
+from moepack.shared.progress import Reporter
+
+
+class Steps(Reporter):
+    """Keeps the number of steps of the last stage, and their names."""
+
+    def stage(self, name, total):
+        self.steps = [total]
+
+    def step(self, detail=""):
+        self.steps.append(detail)
 
 
 def made(checkpoint, folder, text, more=""):
@@ -31,7 +42,12 @@ def made(checkpoint, folder, text, more=""):
     assert [n for n in dry.notes if "export" in n] == [n for n in notes.notes if "export" in n]
     kept = folder / "bundle" / "released.safetensors"
     assert few.carried_bytes == (sum(t.nbytes for t in load_file(kept).values()) if kept.exists() else 0)
-    assert verify(folder / "bundle", checkpoint) == []
+    told = Steps()
+    assert verify(folder / "bundle", checkpoint, told) == []
+    total, *steps, done = told.steps
+    assert steps[:2] == ["the model", "outside the layers"] and done == "done" and len(steps) == total
+    assert ("tensors for an export" in steps) == kept.exists()
+    assert ("multi-token prediction" in steps) == ("mtp: keep" in more)
     return notes.notes, exported(folder / "bundle", checkpoint, folder / "again")
 
 
@@ -49,8 +65,10 @@ def test_experts_that_bf16_rounds_are_no_checkpoint(demo_model, text, tmp_path):
     (line,) = [n for n in notes.notes if "export" in n]
     assert line.startswith("moepack export will not make the checkpoint again: ")
     assert line.endswith("checkpoint: bf16 is not how its F32 experts were")
-    with pytest.raises(InputError, match="bf16 is not how its F32 experts were"):
+    rounded = "bf16 holds the checkpoint's FP32 weights rounded to BF16: bits bf16 writes its values in BF16$"
+    with pytest.raises(InputError, match=rounded):
         export_checkpoint(tmp_path / "bundle", tmp_path / "again")
+    export(tmp_path / "bundle", tmp_path / "values", "checkpoint", Wanted(bits="bf16"), dry_run=True)
 
 
 def deepseek(folder, demo_model):

@@ -22,7 +22,7 @@ from ..executors.engine import check_engine
 from ..needs import needs_of
 from ..recipe import Recipe, load_recipe
 from ..released import announce
-from ..start import calibration_text, named, note_unused, window_shape
+from ..start import calibration_text, named, note_shorter, note_unused, window_shape
 from ..work import check_work
 from .report import Estimate, render
 from .walk import DryRun
@@ -72,6 +72,7 @@ def estimate(
         outline = replace(outline, native=native)
     recipe, dense = named(stream, recipe, reporter, native)
     carried = announce(stream, recipe, [m for part in dense.values() for m in part], reporter)
+    note_shorter(opened, recipe, reporter)
     shape = window_shape(opened, recipe)
     if outline is None:
         windows, length = calibration_text(opened, recipe, calibration)[1].ids.shape

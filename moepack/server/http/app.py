@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from moepack.runtime.planning.config import longest_context
 from moepack.server.about.info import Info
 from moepack.server.about.live_view import LiveView
 from moepack.server.about.metrics import Metrics
@@ -74,7 +75,7 @@ class Server:
         self._template = ChatTemplate(self.tokens, options.system_messages)
         self._ignored: set[str] = set()  # hints of which the log has told
         self._grammars = Grammars(tokenizer, self._vocabulary, self.tokens.ends)
-        context = min(options.limits.context, int(getattr(text, "max_position_embeddings", None) or UNLIMITED))
+        context = min(options.limits.context, longest_context(model.config) or UNLIMITED)
         folder = options.prefix_dir
         files = None if folder is None else PrefixFiles(folder, options.prefix_dir_bytes, described(model))
         self.engine = Engine(model, options.limits.step_tokens, options.limits.kept_bytes, files)

@@ -6,10 +6,12 @@ from html.parser import HTMLParser
 import pytest
 
 from moepack.pack.errors import InputError
+from moepack.pack.spec import KNOWN
 from moepack.pack.tables import shown_loss
 from moepack.reports.inspect import inspect
 from moepack.reports.page import write_page
-from moepack.shared.palette import colour
+from moepack.runtime.policies.placements import CODED, NOWHERE, Placement, Where
+from moepack.shared.palette import PARTS, VERSIONS, colour
 
 
 class Page(HTMLParser):
@@ -42,6 +44,15 @@ def page_of(bundle, out):
     write_page(bundle, inspect(bundle), out)
     text = out.read_text()
     return text, Page(text)
+
+
+def test_every_placement_of_every_version_has_a_colour():
+    on_device = {v.name: colour(v.name) for v in KNOWN}
+    assert on_device == VERSIONS and len({*on_device.values(), *PARTS.values()}) == len(KNOWN) + len(PARTS)
+    for version in KNOWN:
+        places = [w for w in Where if w not in NOWHERE and (version.entropy_coded or w not in CODED)]
+        assert len({colour(str(Placement(version, where))) for where in places}) == len(places), version.name
+    assert all(colour(str(Placement(None, where))) for where in NOWHERE)
 
 
 def test_it_says_what_inspect_says(bundle, tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,14 @@ def test_the_plan_is_what_loading_does(bundle, policy):
     assert planned.kv_tokens_most == (300 * 2 * 1024 + reserve.most) // 2048
     assert all(x.hi + x.lo == 16 for x in planned.per_layer)
     serving.close()
+
+
+def test_the_longest_cache_is_no_longer_than_the_models_context(bundle):
+    planned = plan(bundle, for_logits(device_memory=PLENTY, policy="static:w4", kv_tokens=100))
+    assert planned.context == 2048 < planned.kv_tokens_most
+    most = planned.kv_tokens_most
+    for context, said in ((2048, "2,048 tokens, the model's longest"), (most + 1, f"{most:,} tokens of 1,024 bytes")):
+        assert dict(rows(replace(planned, context=context)))["longest KV cache"].startswith(said)
 
 
 def test_expected_loss_is_that_of_the_tables(bundle):

@@ -7,6 +7,7 @@ from live_models import hurt_when_loaded
 from support import CHOICES
 
 from moepack.pack.errors import InputError, NotFiniteError
+from moepack.reports import tasks
 from moepack.reports.tasks import render, run_tasks
 from moepack.runtime.planning.options import LoadOptions
 from moepack.shared import opening
@@ -50,6 +51,21 @@ def test_a_task_is_asked_in_a_budget_and_without(bundle, folder):
     )
     assert held["choices"]["acc,none"] == 0.5 and held["choices"]["sample_len"] == 4
     assert render(free, "bundle").row_count == 2
+
+
+@pytest.mark.parametrize(("asked", "kv_tokens"), [({}, 64), ({"kv_tokens": 96}, 96)])
+def test_a_budget_has_room_for_the_length_or_for_what_was_asked(bundle, folder, monkeypatch, asked, kv_tokens):
+    given = []
+
+    def load(source, options, reporter):
+        given.append(options.workload)
+        raise InputError("enough")
+
+    monkeypatch.setattr(tasks, "load_shown", load)
+    with pytest.raises(InputError, match="enough"):
+        run_tasks(bundle, ["choices"], LoadOptions(device_memory="1GB", **asked), folder=folder, length=64)
+    (work,) = given
+    assert (work.kv_tokens, work.prefill_tokens, work.all_logits) == (kv_tokens, 64, True)
 
 
 def test_a_task_that_does_not_exist(bundle, folder, monkeypatch):

@@ -1,9 +1,12 @@
 """Policies that change versions, and what fits a budget: pure code, numbers in and decisions out."""
 
+import errno
+import io
 import itertools
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -263,6 +266,30 @@ def test_below_the_lowest_version_experts_may_be_absent():
     assert policy.decide(passed(0.0, [[9, 3, 0]], [3])) == {(0, 0): 1, (0, 1): 1, (0, 2): 1}, "calibration's"
     assert policy.decide(passed(1.0, [[0, 0, 0]], [3])) == {(0, 0): 0, (0, 1): 1}
     assert policy.decide(passed(2.0, [[9, 0, 5]], [3])) == {(0, 0): 0, (0, 2): 1}
+
+
+def test_a_trace_on_a_full_disk_has_whole_lines_or_is_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "t.jsonl"
+    record = Record(1, 0.0, [[0, 0, 0]], [[1, 2, 3]], 0, 0, 0, 0, 0, 0, 0)
+    room = 100
+
+    class Small(io.FileIO):
+        def write(self, data):
+            if self.tell() == room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data[: room - self.tell()])
+
+    monkeypatch.setattr(Path, "open", lambda self, mode, buffering: Small(self, mode))
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+        TraceWriter(path, "static", [(2, 3)], ["bf16"])
+    assert not path.exists()
+    room = 400
+    writer = TraceWriter(path, "static", [(2, 3)], ["bf16"])
+    with pytest.raises(OSError, match="No space"):
+        for _ in range(9):
+            writer.write(record)
+    monkeypatch.undo()
+    assert read_trace(path).records == [record]
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "cut", "counts"])

@@ -8,6 +8,7 @@ import pytest
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Version
+from moepack.runtime.planning.choice import ladders_of
 from moepack.runtime.policies.contract import (
     DecodingBegan,
     Interval,
@@ -54,6 +55,13 @@ def passed(capacity, experts):
 
 def started(made, capacity):
     return made.decide(passed(capacity, list(made._setting.experts)))
+
+
+def test_no_more_experts_than_a_layer_has(bundle):
+    opened = open_bundle(bundle)
+    assert ladders_of(opened, PrefillOptions(k=16))
+    with pytest.raises(InputError, match="k=17: a layer has 16 experts"):
+        ladders_of(opened, PrefillOptions(k=17))
 
 
 def test_the_importance_is_the_papers():

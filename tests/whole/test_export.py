@@ -45,7 +45,7 @@ def made(checkpoint, folder, text, more=""):
     told = Steps()
     assert verify(folder / "bundle", checkpoint, told) == []
     total, *steps, done = told.steps
-    assert steps[:2] == ["the model", "outside the layers"] and done == "done" and len(steps) == total
+    assert steps[0] == "outside the layers" and done == "done" and len(steps) == total
     assert ("tensors for an export" in steps) == kept.exists()
     assert ("multi-token prediction" in steps) == ("mtp: keep" in more)
     return notes.notes, exported(folder / "bundle", checkpoint, folder / "again")

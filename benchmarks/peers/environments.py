@@ -13,7 +13,7 @@ import sys
 import tarfile
 import venv
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from moepack.pack.user_files import cache_path
@@ -36,12 +36,14 @@ class Program:
         module: what it is imported as.
         vendor: the folder of the program that it binds, within its own `vendor`.
         flags: what it is compiled with.
+        left_out: files that compiling needs and the source distribution lacks, by their paths in the program.
     """
 
     requirement: str
     module: str
     vendor: str
     flags: str
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
 
 _NATIVE = "-DGGML_NATIVE=ON"
@@ -51,11 +53,15 @@ _IK = ("ik-llama-cpp-python==0.1.5", "ik_llama_cpp", "ik_llama.cpp")
 # Its libraries find each other, which its own build leaves out; attention over caches of other types than the default
 # takes most of the time to compile.
 _IK_FLAGS = "-DCMAKE_INSTALL_RPATH=$ORIGIN -DGGML_IQK_FA_ALL_QUANTS=OFF"
+_IK_LEFT_OUT = {
+    "common/cmake/build-info-gen-cpp.cmake": "set(BUILD_NUMBER 0)\n"
+    "configure_file(common/build-info.cpp.in common/build-info.cpp)\n"
+}
 PROGRAMS = {  # by the name of its environment
     LLAMA: Program(*_LLAMA, _NATIVE),
     LLAMA_AVX2: Program(*_LLAMA, f"{_AVX2} -DGGML_BMI2=ON"),
-    IK: Program(*_IK, f"{_NATIVE} {_IK_FLAGS}"),
-    IK_AVX2: Program(*_IK, f"{_AVX2} {_IK_FLAGS}"),
+    IK: Program(*_IK, f"{_NATIVE} {_IK_FLAGS}", _IK_LEFT_OUT),
+    IK_AVX2: Program(*_IK, f"{_AVX2} {_IK_FLAGS}", _IK_LEFT_OUT),
 }
 
 
@@ -137,6 +143,10 @@ def _unpacked(program: Program, python: Path, into: Path) -> Path:
         raise PeerError(f"{archive} cannot be unpacked: {error}") from None
     archive.unlink()
     (unpacked,) = into.iterdir()
+    for path, text in program.left_out.items():
+        file = unpacked / "vendor" / program.vendor / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
     return unpacked
 
 

@@ -45,8 +45,8 @@ class Asked:
     """A row that is asked for.
 
     Attributes:
-        side: "moepack:POLICY[:dense=VERSION][:kv=BITS]" or "llama:MIX[:kv=TYPE]"; ":avx2" behind these holds the side
-            to AVX2, and ":read-ahead=KB" at the end sets the disk.
+        side: "moepack:POLICY[:dense=VERSION][:kv=BITS]" or "llama:MIX[:kv=TYPE][:flash=0|1]"; ":avx2" behind these
+            holds the side to AVX2, and ":read-ahead=KB" at the end sets the disk.
         cage: bytes.
         prompt, decode: tokens of each text.
         depth: tokens of context before each.
@@ -73,7 +73,7 @@ class Asked:
         """What is run. Raises PeerError where llama.cpp, or the model, is not there."""
         who, _, rest = self.side.partition(":")
         rest = rest.partition(":read-ahead=")[0].removesuffix(":avx2")
-        what, *named = re.split(r":(?=dense=|kv=)", rest)
+        what, *named = re.split(r":(?=dense=|kv=|flash=)", rest)
         options = dict(option.split("=", 1) for option in named)
         if who == "moepack":
             options["policy"] = what

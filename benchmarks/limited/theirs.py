@@ -24,9 +24,10 @@ class Llama(Side):
 
     def __init__(self, order: Order) -> None:
         kv = order.options.get("kv", "F16")
+        flash = {"0": False, "1": True}.get(order.options.get("flash", ""))
         room = order.depth + order.length
         deep = order.depth > 0
-        self._model = Model(order.path, room, order.prompt, order.threads, repacked=False, kv=kv, deep=deep)
+        self._model = Model(order.path, room, order.prompt, order.threads, False, flash, kv, deep)
 
     def begin(self, before: list[int], depth: int) -> None:
         """See Side."""

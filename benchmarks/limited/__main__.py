@@ -17,10 +17,11 @@ With `--depth` each text follows a context of so many tokens. Its keys and value
 again, on both sides: reading such a context would take up to an hour a row.
 
 Sides: moepack:POLICY[:dense=VERSION][:kv=BITS] in `memory=` a 64th below the limit; llama:MIX[:kv=TYPE][:flash=0].
-With :avx2 a side is held to AVX2, llama.cpp in a build of its own: `MOEPACK_ISA=avx2 python -m benchmarks.peers --install` makes it.
-With :read-ahead=KB at the end the disk reads so far ahead of page faults meanwhile (Linux' own value is 128, which
-llama.cpp's default row has); moepack reads past the page cache. Rows are kept in rows.json beside the model, and
-finished ones are not run again without `--again`. A side that is refused, killed or stopped is a row too.
+With :avx2 a side is held to AVX2, llama.cpp in a build of its own:
+`MOEPACK_ISA=avx2 python -m benchmarks.peers --install` makes it. With :read-ahead=KB at the end the disk reads so far
+ahead of page faults meanwhile (Linux' own value is 128, which llama.cpp's default row has); moepack reads past the page
+cache. Rows are kept in rows.json beside the model, and finished ones are not run again without `--again`. A side that
+is refused, killed or stopped is a row too.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ class Session:
 
         None also where it has no room for so many tokens.
         """
-        from transformers.cache_utils import DynamicLayer, StaticLayer
+        from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 
         from moepack.runtime.kv.growing import GrowingLayer
 
@@ -210,7 +210,8 @@ class Session:
             return None, 0
         if done < len(self._cached):
             plain = DynamicLayer, GrowingLayer
-            if not static and any(type(layer) not in plain for layer in layers):
+            cut_by_layer = type(cache).crop is Cache.crop
+            if not static and (not cut_by_layer or any(type(layer) not in plain for layer in layers)):
                 return None, 0  # the cache of a sliding window or a recurrent state cannot be cut
             cache.crop(done - len(self._cached))
         return cache, done

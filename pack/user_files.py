@@ -76,7 +76,8 @@ def write_whole(file: Path, data: str | bytes, mode: int = 0o600) -> None:
             os.fsync(made.fileno())
         partial.replace(file)
     except BaseException as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise OSError(error.errno, error.strerror, str(file)) from None
         raise
@@ -84,7 +85,8 @@ def write_whole(file: Path, data: str | bytes, mode: int = 0o600) -> None:
 
 def write_report(file: Path, data: bytes) -> None:
     """Write a file for others to read, as `write_whole` does, in a folder that is made if it is not there."""
-    folder = file.absolute().parent
+    file = file.resolve()  # a link stays one
+    folder = file.parent
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

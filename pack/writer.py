@@ -123,7 +123,8 @@ def replace_file(path: Path, data: bytes) -> None:
                 os.fsync(f.fileno())
             temporary.rename(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def check_room(folder: Path, target: Path, needed: int) -> None:

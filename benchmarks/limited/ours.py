@@ -52,9 +52,11 @@ class Moepack(Side):
         """Count the versions that a pass is served. Hooks let experts run apart from their layer, so few passes do."""
         layers = zip(self._model.model.layers, self._model.moepack.layers, strict=True)
         hooks = [layer.mlp.experts.register_forward_hook(partial(self._look, held)) for layer, held in layers]
-        yield
-        for hook in hooks:
-            hook.remove()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _look(self, held: LayerExperts, module: nn.Module, given: tuple[Tensor, ...], out: object) -> None:
         self._served.update(str(held.current.handles[e]) for e in given[1].flatten().tolist())

@@ -146,4 +146,4 @@ def place(token: int) -> tuple[int, int] | None:
 def read_rows(path: Path) -> list[Row]:
     """The rows that are kept beside a model; none where there is no such file."""
     found: list[Row] = json.loads(path.read_text()) if path.is_file() else []
-    return found
+    return [{"depth": 0} | row for row in found]

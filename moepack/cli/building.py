@@ -96,7 +96,19 @@ def build(
 
         with progress(quiet) as reporter:
             expected = estimate(
-                checkpoint, output, recipe, calibration or (), device, reporter, revision, memory, work, engine, address
+                checkpoint,
+                output,
+                recipe,
+                calibration or (),
+                device,
+                reporter,
+                revision,
+                memory,
+                work,
+                engine,
+                address,
+                fresh,
+                keep,
             )
         show(expected, as_json, render)
         if engine == "ray" and not as_json:

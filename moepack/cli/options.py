@@ -228,7 +228,7 @@ def _taking(
             given = {name: values.pop(name) for name in flags}
             made = record(**given)
             if isinstance(made, LoadOptions) and "device_memory" in flags:
-                check_budget(made, {n: a for n, (a, default) in flags.items() if given[n] != default})
+                check_flags(made, {n: a for n, (a, default) in flags.items() if given[n] != default})
             command(**values, **{parameter: made})
 
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -242,14 +242,14 @@ def _taking(
     return decorate
 
 
-def check_budget(options: LoadOptions, given: Mapping[str, Any] = MappingProxyType({})) -> None:
+def check_flags(options: LoadOptions, given: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Raise InputError, without a budget, for what is for one: a flag of these fields that are given, or a `kv`."""
     names = [name for name, flag in given.items() if str(flag.__metadata__[0].help).startswith(IN_BUDGET)]
     flags = [f"--{name.replace('_', '-')}" for name in names]
     if options.kv == AUTO_KV:
         flags.append(f"--kv {AUTO_KV}")
     if flags and not options.with_environment().in_budget:
-        raise InputError(f"{flags[0]} is for a memory budget: give --device-memory or --memory, or leave it out")
+        raise InputError(f"{flags[0]} is for a memory budget, and none is given: give one, or leave it out")
 
 
 def counts_of(flag: str, text: str) -> list[int]:

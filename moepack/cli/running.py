@@ -26,7 +26,7 @@ from .options import (
     System,
     SystemMessages,
     Template,
-    check_budget,
+    check_flags,
     complete_policy,
     counts_of,
     loading,
@@ -202,7 +202,7 @@ def bench(
         counts_of("--prompt", prompt), counts_of("--new", new), context, counts_of("--clients", clients), repeat
     )
     if not (device_memory or memory):
-        check_budget(options)
+        check_flags(options)
     with progress(quiet) as reporter:
         rows = measuring.bench(bundle, policy or (), device_memory or (), memory or (), lengths, options, reporter)
     if as_csv:

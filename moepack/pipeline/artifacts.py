@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -91,7 +92,8 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
             sync(temporary)
             temporary.rename(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def load_hidden(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

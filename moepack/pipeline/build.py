@@ -59,11 +59,7 @@ def build(
     check_device(device)
     target = Path(output)
     check_target(target)
-    if work is None and (keep or fresh):
-        flag = "--keep keeps observations in" if keep else "--fresh discards the contents of"
-        raise InputError(f"{flag} the work directory: name one with --work")
-    if work is not None:
-        check_work(Path(work), target)
+    check_wanted(work, target, fresh, keep)
     recipe = load_recipe(recipe)
     above = target.absolute().parent
     first_made = next((p for p in reversed((above, *above.parents)) if not p.exists()), None)
@@ -92,6 +88,15 @@ def _temporary_work(target: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix=f".{target.name}.work-", dir=parent))
     except OSError as error:
         raise TargetError(f"{target}: cannot be written: {error.strerror}") from None
+
+
+def check_wanted(work: str | Path | None, target: Path, fresh: bool, keep: bool) -> None:
+    """Raise MoepackError for a work directory that cannot be one, and for options that need one."""
+    if work is not None:
+        check_work(Path(work), target)
+    elif keep or fresh:
+        flag = "--keep keeps observations in" if keep else "--fresh discards the contents of"
+        raise InputError(f"{flag} the work directory: name one with --work")
 
 
 def calibrate(

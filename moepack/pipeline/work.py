@@ -139,9 +139,9 @@ class WorkDirectory:
                     f"{self.path}: holds pieces made with {key} {_short(was)}, now {_short(now)}: "
                     "use the old setting, another --work, or --fresh"
                 )
-        (self.path / stage).mkdir(exist_ok=True)
         kept = {**wanted, _BEHIND: chosen} if chosen else dict(wanted)
         replace_file(self.path / _SETTINGS, json.dumps({**have, stage: kept}, indent=1).encode())
+        (self.path / stage).mkdir(exist_ok=True)  # after the settings, by which moepack knows its directory
 
     def holds(self, stage: str) -> bool:
         """Whether any piece of a stage is finished."""
@@ -203,7 +203,7 @@ class WorkDirectory:
                 damaged = [marker]
             for path in damaged:
                 self.drop(path)
-            if damaged:
+            if any(path.name != HIDDEN for path in damaged):  # activations are where a run resumes, not its result
                 marker.unlink(missing_ok=True)
 
     def drop(self, path: Path) -> None:

@@ -24,7 +24,6 @@ from moepack.pack.reader import Bundle
 from moepack.pack.spec import (
     LEAST_DENSE,
     LOSSLESS,
-    ROUTERS,
     ExpertLayer,
     Matrix,
     Version,
@@ -96,7 +95,6 @@ def _narrow(model: nn.Module, experts: Sequence[str]) -> dict[str, PackedMatrix]
         and m.bias is None
         and m.weight.dtype == torch.bfloat16
         and m.weight.is_contiguous()
-        and {*ROUTERS}.isdisjoint(name.split(".")[-2:])
     }
 
 

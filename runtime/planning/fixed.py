@@ -112,8 +112,12 @@ class MeasuredNeeds:
 
     @property
     def ahead(self) -> int:
-        """Bytes of caches for which experts should be able to make room, where no tokens are reserved."""
-        return 0 if self.workload.kv_tokens else self.kv.bytes(AHEAD, self.workload.batch)
+        """Bytes of a cache for which experts should be able to make room, where no tokens are reserved.
+
+        A workload of all logits reads whole texts, without a cache.
+        """
+        none = self.workload.kv_tokens or self.workload.all_logits
+        return 0 if none else self.kv.bytes(AHEAD)
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
         """Return the bytes that a pass allocates, without weights and caches; at most `activations` in the workload."""
@@ -136,9 +140,18 @@ class ModelSizes:
 
 def described(bundle: Bundle) -> tuple[Hashable, ...]:
     """Return all of a bundle, beside its config and versions, on which what is measured of its model depends."""
-    files = bundle.manifest.files.items()  # those of dense tensors, of which there may be several
-    tensors = tuple(file.sha256 for name, file in files if name.startswith(DENSE.partition(".")[0]))
+    tensors = tuple(bundle.manifest.files[name].sha256 for name in _of_dense(bundle))
     return tensors, tuple(bundle.layers), bundle.manifest.dense
+
+
+def holds_dense(bundle: Bundle) -> bool:
+    """Whether the files of dense tensors are here."""
+    return all((bundle.path / name).is_file() for name in _of_dense(bundle))
+
+
+def _of_dense(bundle: Bundle) -> list[str]:
+    """The names of the files of dense tensors, of which there may be several."""
+    return [name for name in bundle.manifest.files if name.startswith(DENSE.partition(".")[0])]
 
 
 def page_entries(size: int) -> int:

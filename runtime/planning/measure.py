@@ -18,7 +18,7 @@ from moepack.pack.spec import ExpertLayer, Version
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels.forms import compiled, slice_bytes, whole_blocks
 
-from .fixed import Activations, MeasuredNeeds, described
+from .fixed import Activations, MeasuredNeeds, described, holds_dense
 from .matrices import ranges, served_bytes
 from .options import Workload
 
@@ -157,6 +157,8 @@ def _in_file(model: PreTrainedModel, bundle: Bundle) -> int:
     lone = lone_embedding(model)
     if lone is None:
         return 0
+    if not holds_dense(bundle):  # as of a bundle on the Hub
+        return lone[1].weight.nbytes
     name = f"{lone[0]}.weight"
     stored = bundle.dense(check_digests=False)
     own = str(lone[1].weight.dtype).removeprefix("torch.")

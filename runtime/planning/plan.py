@@ -36,7 +36,7 @@ from .fixed import Fixed, page_entries
 from .paging import block_on_gpu, coded_version, decoded_in_place, in_place_size, measure_rates, segment
 
 STAGE = 256 << 20  # bytes for experts that a prompt brings at a time: w4 of 100 experts of Qwen3-30B-A3B
-ROOM = 8
+ROOM = 8  # caches that will grow get at least 1/8 of the budget, or what `ahead` says
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
 
 

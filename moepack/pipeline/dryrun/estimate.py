@@ -18,12 +18,12 @@ from moepack.shared.memory import bound_kernel_caches
 from moepack.shared.progress import Reporter
 
 from ..bound import place
+from ..build import check_wanted
 from ..executors.engine import check_engine
 from ..needs import needs_of
 from ..recipe import Recipe, load_recipe
 from ..released import announce
 from ..start import calibration_text, named, note_shorter, note_unused, window_shape
-from ..work import check_work
 from .report import Estimate, render
 from .walk import DryRun
 
@@ -42,6 +42,8 @@ def estimate(
     work: str | Path | None = None,
     engine: str = "local",
     address: str | None = None,
+    fresh: bool = False,
+    keep: bool = False,
 ) -> Estimate:
     """Estimate `moepack.build` with these arguments. Writes and removes a probe file.
 
@@ -57,8 +59,7 @@ def estimate(
     check_device(device)
     check_engine(engine, address)
     check_target(Path(output))
-    if work is not None:
-        check_work(Path(work), Path(output))
+    check_wanted(work, Path(output), fresh, keep)
     reporter = reporter or Reporter()
     recipe = load_recipe(recipe)
     note_unused(recipe, reporter)

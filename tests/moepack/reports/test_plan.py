@@ -11,6 +11,7 @@ from support import cli, for_logits, load_for_logits, ok
 
 import moepack
 from moepack.generation import NEW_TOKENS, PROMPT, generate
+from moepack.reports.fitting import Described
 from moepack.reports.plan import plan, rows
 from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.fixed import rounding
@@ -185,3 +186,8 @@ def test_loading_takes_the_least_of_a_plan(family, sizes, dense, tmp_path, demo_
         model.moepack.close()
         with pytest.raises(TooSmallError, match=f" {least} bytes"):
             load_for_logits(bundle, device_memory=least - 1, **work)
+    opened = moepack.open(bundle)
+    on_hub = Described(bundle, opened.manifest, opened.versions, opened.dense_versions)
+    (bundle / "model.safetensors").unlink()
+    work["kv_tokens"] = 101
+    assert plan(on_hub, for_logits(device_memory="1GB", **work)).least_bytes < least

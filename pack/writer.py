@@ -26,6 +26,7 @@ from .files import writing
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
 
 _AT_ONCE = 1 << 24  # bytes copied at once
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of what is written alone
 LOCK = "lock"  # the file in a folder by which it is held
 # AT_FDCWD and RENAME_EXCHANGE (renameat2(2))
 _HERE = -100
@@ -287,5 +288,8 @@ class BundleWriter:
                 remove_empty(self._target.parent, self._first_made)
         if self._lock >= 0:
             os.close(self._lock)
-        if isinstance(error, OSError) and (error.filename is None or self.root in Path(error.filename).parents):
+        if not isinstance(error, OSError):
+            return
+        ours = error.filename is not None and self.root in Path(error.filename).parents
+        if ours or error.errno in FULL:  # others without a name may be of what is read
             raise TargetError(f"{self._target / self._last}: cannot be written: {error.strerror or error}") from None

@@ -144,9 +144,9 @@ def _unpacked(program: Program, python: Path, into: Path) -> Path:
     archive.unlink()
     (unpacked,) = into.iterdir()
     for path, text in program.left_out.items():
-        file = unpacked / "vendor" / program.vendor / path
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
+        added = unpacked / "vendor" / program.vendor / path
+        added.parent.mkdir(exist_ok=True)
+        added.write_text(text)
     return unpacked
 
 

@@ -318,7 +318,7 @@ def test_options_of_text_need_text(bundle, flags):
 def test_options_of_a_budget_need_one(bundle, command, flags):
     name, *rest = command
     named = flags if "auto" in flags else flags.split()[0]
-    refused(cli(name, bundle, *rest, *flags.split()), f"{named} is for a memory budget: give --device-memory")
+    refused(cli(name, bundle, *rest, *flags.split()), f"{named} is for a memory budget, and none is given")
 
 
 def test_a_length_beyond_the_models_context_is_said(bundle, evaluation, tmp_path, monkeypatch):

@@ -59,7 +59,7 @@ def show_a_shift(bundle: Path, console: Console) -> None:
         SystemExit: when no expert moved, or moving did not lower the perplexity of the last text.
     """
     files = split_by_source(TEXT / "evaluation.jsonl", bundle.parent)
-    asked = LoadOptions(device_memory=0, policy=STILL, batch=1, prefill_tokens=LENGTH, all_logits=False)
+    asked = LoadOptions(device_memory=0, policy=STILL, batch=1, prefill_tokens=LENGTH, kv_tokens=0, all_logits=False)
     budget = plan(bundle, asked).least_bytes + LARGER
     still, following = (
         evaluate(bundle, list(files.values()), LoadOptions(policy=policy, device_memory=budget, batch=1), length=LENGTH)

@@ -112,12 +112,8 @@ class MeasuredNeeds:
 
     @property
     def ahead(self) -> int:
-        """Bytes of a cache for which experts should be able to make room, where no tokens are reserved.
-
-        A workload of all logits reads whole texts, without a cache.
-        """
-        none = self.workload.kv_tokens or self.workload.all_logits
-        return 0 if none else self.kv.bytes(AHEAD)
+        """Bytes of a cache for which experts should be able to make room."""
+        return self.kv.bytes(AHEAD) if self.workload.grows else 0
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
         """Return the bytes that a pass allocates, without weights and caches; at most `activations` in the workload."""

@@ -58,6 +58,7 @@ class Workload:
     # Whether a pass returns the logits of all its tokens, or only the last token's, as when generating
     all_logits: bool = True
     kv: str = PLAIN_KV  # the form of the cache, of FORMS
+    grows: bool = False  # whether caches beyond `kv_tokens` will come, for which experts should be able to make room
 
     def __post_init__(self) -> None:
         for name, least in (("kv_tokens", 0), ("batch", 1), ("prefill_tokens", 0)):
@@ -193,7 +194,8 @@ class LoadOptions:
     def workload(self) -> Workload:
         """The load for which a budget reserves memory."""
         given = {name: value for name in WORKLOAD if (value := getattr(self, name)) is not None}
-        return Workload(**given, kv=PLAIN_KV if self.kv in (None, AUTO_KV) else str(self.kv))
+        grows = self.kv_tokens == 0 and not self.all_logits  # whoever leaves it out needs no cache
+        return Workload(**given, kv=PLAIN_KV if self.kv in (None, AUTO_KV) else str(self.kv), grows=grows)
 
     @property
     def torch_dtype(self) -> str | torch.dtype:

@@ -91,10 +91,10 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
     manager: ResidencyManager | None = None
     tracker: BudgetTracker | None = None
     if policy.is_live:
-        assert device_memory is not None
+        assert device_memory is not None and needs is not None
         host = parse_size(options.host_memory), parse_size(options.host_rate), options.host_threads
         on_gpu = torch_cuda.is_gpu(devices[0])
-        plan = make_plan(bundle, policy.options, fixed.total, device_memory, on_gpu, host[0], fixed.ahead)
+        plan = make_plan(bundle, policy.options, fixed.total, device_memory, on_gpu, host[0], needs.ahead)
         manager = ResidencyManager(bundle, policy, plan, devices, *host)
         activations = fixed.activations + manager.plan.workspace
         fixed = replace(fixed, activations=activations, **manager.plan.parts)
@@ -180,8 +180,7 @@ def _held_back(
     if device.type == "cuda":
         activations = max(activations, on_cuda(model, bundle.layers, device, needs)) + graphs.wanted() * graphs.MEMORY
         taken = rounding(len(set(devices)), live)
-    held = Fixed(fixed.dense + taken, needs.kv_bytes, activations, ahead=needs.ahead)
-    return held, replace(needs, activations=activations)
+    return Fixed(fixed.dense + taken, needs.kv_bytes, activations), replace(needs, activations=activations)
 
 
 def load_map(

@@ -7,7 +7,6 @@ memory between versions once, so the map may differ by a few experts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -172,7 +171,7 @@ def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, o
         fixed = replace(fixed, dense=fixed.dense + rounding(1, parsed.is_live))
     host = parse_size(options.host_memory)
     least = least_budget(bundle, parsed, fixed, on_gpu, host)
-    decided = decide(bundle, parsed, fixed, budget, on_gpu, host) if least <= budget else None
+    decided = decide(bundle, parsed, fixed, budget, on_gpu, host, needs.ahead) if least <= budget else None
     message = None
     if decided is None:
         message = f"{bundle.path}: {budget} bytes are not enough: the least that would do is {least} bytes"
@@ -182,7 +181,7 @@ def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, o
 
             message = limit.too_small(bundle, TooSmallError(message, least)).text
         message = in_unit(message, options.size)
-    facts: JsonObject = {"context": _context(bundle)}
+    facts: JsonObject = {"context": model.context or None}
     if limit is not None:
         facts |= {"memory_limit_bytes": limit.bytes, "beside": limit.beside}
     layers: tuple[LayerPlan, ...] = ()
@@ -290,13 +289,6 @@ def _limit(bundle: Bundle, options: LoadOptions) -> ProcessLimit:
     config = served_config(bundle, options)
     skeleton(config, config.dtype)
     return limit_of(options, measured())
-
-
-def _context(bundle: Bundle) -> int | None:
-    document = json.loads((bundle.path / CONFIG).read_bytes())
-    text = document.get("text_config")
-    found = (text if isinstance(text, dict) else document).get("max_position_embeddings")
-    return found if type(found) is int and found > 0 else None
 
 
 def _cap(bundle: Bundle, whole: Sequence[Version], policy: Policy, table: Versions, free: int) -> str | None:

@@ -35,8 +35,10 @@ class Decided(NamedTuple):
     pinned: int = 0  # of host memory, for experts that the device reads there
 
 
-def decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, on_gpu: bool, host: int | None) -> Decided:
-    """Return what `budget` bytes hold beside `fixed`.
+def decide(
+    bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, on_gpu: bool, host: int | None, ahead: int = 0
+) -> Decided:
+    """Return what `budget` bytes hold beside `fixed`; the other arguments are those of `make_plan`.
 
     Raises:
         InputError: when the policy does not fit the bundle.
@@ -45,7 +47,7 @@ def decide(bundle: Bundle, policy: Policy, fixed: Fixed, budget: int, on_gpu: bo
     if not policy.is_live:
         versions, experts = unchanging(bundle, policy, fixed, budget)
         return Decided(versions, tuple(v.name for v in bundle.versions), {}, 0, experts, experts)
-    made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu, host, fixed.ahead)
+    made = make_plan(bundle, policy.options, fixed.total, budget, on_gpu, host, ahead)
     chosen, wanted = made.policy(policy)
     table = tuple(
         tuple(str(made.ladder[wanted.get((p, e), made.base)]) for e in range(n)) for p, n in enumerate(made.experts)

@@ -32,7 +32,6 @@ class Fixed:
     staging: int = 0  # buffers through which lossless extents are decoded, and prompts' pinned experts are read
     window: int = 0  # the slots in which a GPU decodes experts in place while their layer runs
     entries: int = 0  # a GPU's page entries for pinned host memory (`page_entries`)
-    ahead: int = 0  # not in the sum: bytes of caches for which experts should be able to make room (`make_plan`)
 
     @property
     def total(self) -> int:
@@ -40,9 +39,7 @@ class Fixed:
         return self.dense + self.kv + self.activations + self.staging + self.window + self.entries
 
     def __str__(self) -> str:
-        sizes = asdict(self)
-        del sizes["ahead"]
-        parts = [f"{n} {size}" for n, size in sizes.items() if size or n not in ("window", "entries")]
+        parts = [f"{n} {size}" for n, size in asdict(self).items() if size or n not in ("window", "entries")]
         return f"{self.total} bytes outside the experts: {', '.join(parts)}"
 
 
@@ -108,11 +105,11 @@ class MeasuredNeeds:
 
     def fixed(self, limited: bool) -> Fixed:
         """Return M_fixed without what policies and GPUs add; `limited`: whether there is a memory limit."""
-        return Fixed(self.dense - self.embedding * limited, self.kv_bytes, self.activations, ahead=self.ahead)
+        return Fixed(self.dense - self.embedding * limited, self.kv_bytes, self.activations)
 
     @property
     def ahead(self) -> int:
-        """Bytes of a cache for which experts should be able to make room."""
+        """Bytes of a cache for which experts should be able to make room (`make_plan`)."""
         return self.kv.bytes(AHEAD) if self.workload.grows else 0
 
     def beside(self, tokens: int, length: int, batch: int) -> int:
@@ -132,6 +129,7 @@ class ModelSizes:
     needs: MeasuredNeeds
     looked_up: int  # of the dense tensors, bytes that a token does not read (token_cost.py)
     top_k: int  # experts to which a layer sends a token
+    context: int  # the most tokens of a sequence, by the configuration; 0 where it names none
 
 
 def described(bundle: Bundle) -> tuple[Hashable, ...]:

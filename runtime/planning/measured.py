@@ -93,12 +93,13 @@ def _measure(bundle: Bundle, options: LoadOptions, dense: Sequence[Version]) -> 
 
     from moepack.families.model_class import top_k
 
+    from .config import longest_context
     from .measure import measure
     from .token_cost import looked_up
 
     config = served_config(bundle, options)
     needs = measure(bundle, config, config.dtype, torch.device(options.device), options.workload, dense)
-    return ModelSizes(needs, looked_up(config), top_k(config))
+    return ModelSizes(needs, looked_up(config), top_k(config), longest_context(config) or 0)
 
 
 def served_config(bundle: Bundle, options: LoadOptions) -> Any:
@@ -122,7 +123,7 @@ def _read(workload: Workload, kept: Any) -> ModelSizes:
     a, b, c, d = (float(_size(x, float)) for x in shape["corners"])
     activations, *others = (_size(needs[name]) for name in ("activations", "kept", "embedding", "dense"))
     found = MeasuredNeeds(workload, KvShape(parts), activations, Activations(passes, lengths, (a, b, c, d)), *others)
-    return ModelSizes(found, *(_size(kept[name]) for name in ("looked_up", "top_k")))
+    return ModelSizes(found, *(_size(kept[name]) for name in ("looked_up", "top_k", "context")))
 
 
 def _rate(value: Any) -> float | None:

@@ -95,12 +95,17 @@ class DenseMatrix:
 
 
 LEAST_DENSE = 64  # fewest rows and columns: a narrower matrix is a gate, or too small for versions to pay
-ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of routers' names
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+
+
+def is_router(module: str) -> bool:
+    """Whether a Linear is a layer's router, by the last two parts of its name, such as `router.proj`."""
+    return not _ROUTERS.isdisjoint(module.split(".")[-2:])
 
 
 def is_dense(module: str, rows: int, cols: int) -> bool:
     """Whether a Linear outside the experts counts as a dense matrix, by its name and shape."""
-    return min(rows, cols) >= LEAST_DENSE and module.rpartition(".")[2] not in ROUTERS
+    return min(rows, cols) >= LEAST_DENSE and not is_router(module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def write_whole(file: Path, data: str | bytes, mode: int = 0o600) -> None:
 
 def write_report(file: Path, data: bytes) -> None:
     """Write a file for others to read, as `write_whole` does, in a folder that is made if it is not there."""
-    file = file.resolve()  # a link stays one
+    file = Path(os.path.realpath(file))  # a link stays one
     folder = file.parent
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:

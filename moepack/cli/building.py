@@ -102,13 +102,13 @@ def build(
                 calibration or (),
                 device,
                 reporter,
-                revision,
-                memory,
-                work,
-                engine,
-                address,
-                fresh,
-                keep,
+                revision=revision,
+                memory=memory,
+                work=work,
+                engine=engine,
+                address=address,
+                fresh=fresh,
+                keep=keep,
             )
         show(expected, as_json, render)
         if engine == "ray" and not as_json:

@@ -249,7 +249,9 @@ def check_flags(options: LoadOptions, given: Mapping[str, Any] = MappingProxyTyp
     if options.kv == AUTO_KV:
         flags.append(f"--kv {AUTO_KV}")
     if flags and not options.with_environment().in_budget:
-        raise InputError(f"{flags[0]} is for a memory budget, and none is given: give one, or leave it out")
+        raise InputError(
+            f"{flags[0]} is for a memory budget, and none is given: give a budget, or leave {flags[0]} out"
+        )
 
 
 def counts_of(flag: str, text: str) -> list[int]:

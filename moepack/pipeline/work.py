@@ -203,7 +203,7 @@ class WorkDirectory:
                 damaged = [marker]
             for path in damaged:
                 self.drop(path)
-            if any(path.name != HIDDEN for path in damaged):  # activations are where a run resumes, not its result
+            if damaged:
                 marker.unlink(missing_ok=True)
 
     def drop(self, path: Path) -> None:

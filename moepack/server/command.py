@@ -229,7 +229,7 @@ def opened(asked: Serve, options: Options, report: Callable[[int, int], None] | 
         if lacking := server.engine.lacks(LEAST):
             raise InputError(
                 f"{asked.bundle}: beside the experts the budget does not hold a sequence of {LEAST} tokens: it lacks "
-                f"{lacking} bytes: give a larger one, or reserve tokens with --kv-tokens"
+                f"{lacking} bytes: give a larger budget, or reserve tokens with --kv-tokens"
             )
         yield server
 

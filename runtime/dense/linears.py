@@ -27,6 +27,7 @@ from moepack.pack.spec import (
     ExpertLayer,
     Matrix,
     Version,
+    is_router,
 )
 from moepack.runtime.devices.cpu import CpuDevice, CpuMemory
 from moepack.runtime.devices.migration import HostEvent
@@ -95,6 +96,7 @@ def _narrow(model: nn.Module, experts: Sequence[str]) -> dict[str, PackedMatrix]
         and m.bias is None
         and m.weight.dtype == torch.bfloat16
         and m.weight.is_contiguous()
+        and not is_router(name)
     }
 
 

@@ -135,7 +135,7 @@ class ModelSizes:
 def described(bundle: Bundle) -> tuple[Hashable, ...]:
     """Return all of a bundle, beside its config and versions, on which what is measured of its model depends."""
     tensors = tuple(bundle.manifest.files[name].sha256 for name in _of_dense(bundle))
-    return tensors, tuple(bundle.layers), bundle.manifest.dense
+    return tensors, holds_dense(bundle), tuple(bundle.layers), bundle.manifest.dense
 
 
 def holds_dense(bundle: Bundle) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from moepack.pack.reader import Bundle
-from moepack.pack.spec import LOSSLESS, MEMORY_PAGE, ROUTERS, SECTION, Matrix, Version, align, is_dense
+from moepack.pack.spec import LOSSLESS, MEMORY_PAGE, SECTION, Matrix, Version, align, is_dense
 from moepack.runtime.experts import backends
 
 if TYPE_CHECKING:
@@ -55,13 +55,9 @@ def linears(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
 
 
 def linears_outside(model: nn.Module, experts: Sequence[str]) -> dict[str, nn.Linear]:
-    """A model's linear maps, narrow ones too, without routers and those inside the modules `experts`."""
+    """A model's linear maps, narrow ones and routers too, without those inside the modules `experts`."""
     inside = tuple(f"{name}." for name in experts)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and not name.startswith(inside) and {*ROUTERS}.isdisjoint(name.split(".")[-2:])
-    }
+    return {n: m for n, m in model.named_modules() if type(m) is nn.Linear and not n.startswith(inside)}
 
 
 def range_bytes(shapes: Shapes) -> int:

@@ -157,8 +157,8 @@ def _in_file(model: PreTrainedModel, bundle: Bundle) -> int:
     lone = lone_embedding(model)
     if lone is None:
         return 0
-    if not holds_dense(bundle):  # as of a bundle on the Hub
-        return lone[1].weight.nbytes
+    if not holds_dense(bundle):  # as of a bundle on the Hub, whose embedding's dtype is not known here
+        return 0
     name = f"{lone[0]}.weight"
     stored = bundle.dense(check_digests=False)
     own = str(lone[1].weight.dtype).removeprefix("torch.")

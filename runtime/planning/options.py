@@ -194,7 +194,7 @@ class LoadOptions:
     def workload(self) -> Workload:
         """The load for which a budget reserves memory."""
         given = {name: value for name in WORKLOAD if (value := getattr(self, name)) is not None}
-        grows = self.kv_tokens == 0 and not self.all_logits  # whoever leaves it out needs no cache
+        grows = self.kv_tokens == 0 and not self.all_logits  # others read texts without a cache
         return Workload(**given, kv=PLAIN_KV if self.kv in (None, AUTO_KV) else str(self.kv), grows=grows)
 
     @property

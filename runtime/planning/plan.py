@@ -36,7 +36,7 @@ from .fixed import Fixed, page_entries
 from .paging import block_on_gpu, coded_version, decoded_in_place, in_place_size, measure_rates, segment
 
 STAGE = 256 << 20  # bytes for experts that a prompt brings at a time: w4 of 100 experts of Qwen3-30B-A3B
-ROOM = 8  # caches that will grow get at least 1/8 of the budget, or what `ahead` says
+ROOM = 8  # caches that will grow are left at most 1/8 of the budget
 ROOMY = 32  # a workspace gets 1/32 of the bytes beyond the least budget
 
 
@@ -221,8 +221,8 @@ def make_plan(
     """Choose the ladder with the least expected loss that fits `budget`, the bytes for everything.
 
     `outside` are bytes outside the experts: dense tensors, KV cache, activations, without the staging buffer. Of a GPU
-    pinned host memory, at most `host_memory` bytes, takes some. At their least the experts leave `ahead` bytes, or at
-    least a ROOM-th of the budget, for caches that will grow; if no ladder does, half as many, and so on.
+    pinned host memory, at most `host_memory` bytes, takes some. At their least the experts leave `ahead` bytes, at most
+    a ROOM-th of the budget, for caches that will grow; where no ladder does, half as many, and so on.
 
     Raises:
         InputError: when versions are missing.

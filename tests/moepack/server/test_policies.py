@@ -154,6 +154,8 @@ def test_the_longest_sequence_that_a_budget_holds_is_read_to_its_end(policy, bun
 def test_a_larger_budget_holds_no_much_shorter_sequence(bundle):
     """A better ladder of placements is not chosen where it leaves caches little room."""
     room = {"kv_tokens": 0, "prefill_tokens": 64, "all_logits": False}
+    assert LoadOptions(**room).workload.grows
+    assert not LoadOptions(kv_tokens=0, all_logits=True).workload.grows and not LoadOptions().workload.grows
     begin = least(bundle, "hotness", **room)
     found = []
     for more in range(0, 3_000_000, 250_000):

@@ -6,6 +6,11 @@ for its parts shows that it does h = x + attention(norm(x)) and h + mlp(norm(h))
 MLP. Where attention is more than projections.py knows, or the cache has no rows to append to, its own code runs and one
 call follows. Where the experts' block is more than a router and experts, the call ends before it. Results have the bits
 of the parts.
+
+After streamed weights Python's own code is cold, and a layer's checks take 0.2 to 0.3 ms of it, beside 1 ms of kernels.
+So one call runs all layers that followed one another in an earlier pass, with the arguments of the first. The model
+then calls each of them as ever; a layer hands out what is made if it is given the very objects that were foreseen, and
+computes if not. So what stands between two layers costs time at most.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from moepack.runtime.experts.cpu import FEW, in_one_call
 from moepack.runtime.experts.forward import count
 from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup
-from moepack.runtime.kernels.token_native import Block, Chosen, DecoderLayer, ExpertsBlock, SharedExpert
+from moepack.runtime.kernels.token_native import Block, DecoderLayer, ExpertsBlock, Ready, SharedExpert, run_layers
 from moepack.runtime.kv.growing import Appendable, keep, takes_token, with_room
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import Step, step_of
@@ -40,8 +45,9 @@ from .norms import described
 from .packed import matrices_of
 from .projections import CpuProjections
 from .values import Trials
-from .watched import Watched
+from .watched import Watched, listens
 
+MASK = "attention_mask"
 NORMS = ("input_layernorm", "post_attention_layernorm")
 PROBES = 16  # random rows on which a shared expert is tried
 EQUAL = 0.98  # share of a row's results that have the same bits
@@ -58,6 +64,7 @@ class _Place(Uncopied):
     attention: FamilyModule
     mlp: FamilyModule
     cache_name: str
+    own: frozenset[str]  # arguments that the layer does not hand on
     whole: DecoderLayer | None  # with attention
     most: int  # tokens of its calls
     rest: DecoderLayer  # after attention
@@ -67,28 +74,45 @@ class _Place(Uncopied):
     parts: Watched
     # By the number of tokens and threads and the experts' own gate, for the last snapshot of the layer's experts
     made: dict[Hashable, tuple[weakref.ref[Snapshot], ExpertsBlock | None]] = field(default_factory=dict)
+    # The layer that takes this one's result as it is, as far as passes have shown; `alone` once one did not
+    follower: weakref.ref[FamilyModule] | None = None
+    alone: bool = False
 
-    def block(self, tokens: int) -> tuple[Block, Step, int] | None:
-        """Return the experts of the running step, or a dense MLP, if the kernels compute what the layer's code would.
-
-        With it come the step and, of experts, the layer's position among those that have some.
-        """
+    def step(self) -> Step | None:
+        """Return the running step, if nothing in it stands between a layer's parts."""
         experts: LayerExperts | None = None if self.experts is None else getattr(self.experts, "_moepack", None)
         step = None if experts is None else step_of(experts.model)
-        if experts is None or step is None:
+        if step is None:
             return None
         between = step.loader is not None or step.importance is not None or step.logits is not None
-        if between or step.weighed or is_in_torch_dispatch_mode():
-            return None
+        return None if between or step.weighed or is_in_torch_dispatch_mode() else step
+
+    def block(self, tokens: int, step: Step) -> tuple[Block, int] | None:
+        """Return the step's experts, or a dense MLP, if the kernels compute what the layer's code would.
+
+        With experts comes the layer's position among those that have some.
+        """
+        assert self.experts is not None
+        position: int = self.experts._moepack.position
         if self.router is None:
-            return None if self.shared is None or tokens > self.shared.most else (self.shared, step, experts.position)
-        snapshot = seen(step)[experts.position]
+            return None if self.shared is None or tokens > self.shared.most else (self.shared, position)
+        snapshot = seen(step)[position]
         key = tokens, torch.get_num_threads(), vars(self.experts).get("_apply_gate")
         made = self.made.get(key)
         if made is None or made[0]() is not snapshot:
             made = self.made[key] = weakref.ref(snapshot), self._block(snapshot, tokens)
         block = made[1]
-        return None if block is None else (block, step, experts.position)
+        return None if block is None else (block, position)
+
+    def handed_on(self, given: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what attention is given of a layer's arguments; None if the others mean something to the layer."""
+        if any(value is inspect.Parameter.empty for value in given.values()):
+            return None
+        out = dict(given)
+        for name in self.own:
+            if out.pop(name) is not None and name not in FREE:
+                return None
+        return out
 
     def _block(self, snapshot: Snapshot, tokens: int) -> ExpertsBlock | None:
         assert self.experts is not None
@@ -129,7 +153,8 @@ def serve_layers(model: nn.Module) -> dict[str, int]:
         place = None
         if structure is not None:
             with contextlib.suppress(Exception):  # of any kind, from a family's code
-                place = _place(module, structure, cache, shared, anywhere)
+                own = frozenset(named.keys() - structure.given - {"hidden_states"})
+                place = _place(module, structure, cache, own, shared, anywhere)
         if trials.count(module, place is not None):
             module._moepack_layer = place  # type: ignore[assignment]
             module.__class__ = _served(kind, cache)
@@ -137,7 +162,12 @@ def serve_layers(model: nn.Module) -> dict[str, int]:
 
 
 def _place(
-    module: FamilyModule, structure: Structure, cache_name: str, trials: Trials[bool], anywhere: nn.Module | None
+    module: FamilyModule,
+    structure: Structure,
+    cache_name: str,
+    own: frozenset[str],
+    trials: Trials[bool],
+    anywhere: nn.Module | None,
 ) -> _Place | None:
     """Return what the kernels read of a layer; None if a norm is not theirs.
 
@@ -168,7 +198,7 @@ def _place(
         experts = None
     parts = Watched(module, (*NORMS, structure.mixer, "mlp"))
     rest = DecoderLayer(before, after)
-    return _Place(structure, mixer, mlp, cache_name, whole, most, rest, experts, router, shared, parts)
+    return _Place(structure, mixer, mlp, cache_name, own, whole, most, rest, experts, router, shared, parts)
 
 
 def _shared(mlp: FamilyModule, name: str, trials: Trials[bool]) -> SharedExpert | None:
@@ -213,28 +243,27 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
         given = {**named, **kwargs}
         x = args[0] if args else given["hidden_states"]
         del given["hidden_states"]
-        if not _fits(x) or not place.parts.unchanged(self) or any(v is inspect.Parameter.empty for v in given.values()):
+        step = place.step()
+        if step is not None and (known := _Line.of(step).take(place, x, given, step)) is not None:
+            return known.handed_out(step)
+        handed = place.handed_on(given) if _fits(x) and place.parts.unchanged(self) else None
+        if handed is None:
             return plain(self, *args, **kwargs)
-        for name in named.keys() - place.structure.given - {"hidden_states"}:
-            if given.pop(name) is not None and name not in FREE:
-                return plain(self, *args, **kwargs)
-        found = place.block(x.numel() // x.shape[-1])
-        if found is not None and place.whole is not None:
-            layer = _layer(given, place, x, found[1])
-            if layer is not None:
-                keys, values = with_room(layer)
-                sinks = place.attention._parameters.get("sinks")
-                chosen = place.whole.attends(x, given.get("position_embeddings"), keys, values, found[0], sinks)
-                keep(layer, keys, values)
-                return _counted(chosen, *found[1:])
-        attended = place.attention(hidden_states=self.input_layernorm(x), **given)
+        if step is not None and (made := _whole(place, x, handed, step, _room(x)[0])) is not None:
+            _Line.of(step).run(self, place, x, made, given, step)
+            return made.handed_out(step)
+        found = None if step is None else place.block(x.numel() // x.shape[-1], step)
+        attended = place.attention(hidden_states=self.input_layernorm(x), **handed)
         if isinstance(attended, tuple):
             attended = attended[0]
         if attended.shape != x.shape or attended.dtype != x.dtype:  # as no trial showed: the layer's code adds it
             h = x + attended
             normed = self.post_attention_layernorm(h)
-        elif found is not None:
-            return _counted(place.rest.goes_on(x, attended.contiguous(), found[0]), *found[1:])
+        elif found is not None and step is not None:
+            block, position = found
+            made = _Made(place.rest.goes_on(x, attended.contiguous(), block, _room(x)[0]), None, position)
+            _Line.of(step).run(self, place, x, made, given, step)
+            return made.handed_out(step)
         else:
             h, normed = place.rest.up_to_experts(x, attended.contiguous())
         moved = self.mlp(normed)
@@ -243,11 +272,136 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     return in_place_of(kind, forward)
 
 
-def _counted(chosen: Chosen, step: Step, position: int) -> Tensor:
-    out, choice = chosen
-    if choice is not None:
-        count(step, position, *choice)
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A layer's result, and what changes once the model has it.
+
+    Attributes:
+        ready: the result, and its experts.
+        cached: a layer of the cache, and the keys and values that it will hold. None: attention's own code did that.
+        position: of the layer among those with experts.
+    """
+
+    ready: Ready
+    cached: tuple[Appendable, Tensor, Tensor] | None
+    position: int
+
+    def handed_out(self, step: Step) -> Tensor:
+        """Return the result; count its routing, and keep its keys and values."""
+        if self.cached is not None:
+            keep(*self.cached)
+        if self.ready.choice is not None:
+            count(step, self.position, *self.ready.choice)
+        return self.ready.out
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreseen:
+    """A layer's result that was made before the model called the layer."""
+
+    made: _Made
+    before: _Place  # of the layer whose result is this one's input
+    x: Tensor
+    version: int  # of x, which torch counts up when x is changed in place
+    given: dict[str, Any]
+
+    def is_for(self, place: _Place, x: object, given: dict[str, Any], step: Step) -> bool:
+        """Whether a layer is called with what was foreseen, and with no mask that hides anything."""
+        if x is not self.x or self.x._version != self.version or given.keys() != self.given.keys():
+            return False
+        if any(value is not self.given[name] for name, value in given.items() if name != MASK):
+            return False
+        assert self.made.cached is not None
+        batch, _, length, _ = self.made.cached[1].shape
+        return _sees_all(place, given.get(MASK), batch, length, step)
+
+
+@dataclass(eq=False, slots=True)
+class _Line:
+    """What layers leave in a step for those behind them."""
+
+    foreseen: dict[_Place, _Foreseen] = field(default_factory=dict)
+    last: tuple[_Place, Tensor] | None = None  # the last layer that a call ran, and its result
+
+    @staticmethod
+    def of(step: Step) -> _Line:
+        """Return a step's own."""
+        if not isinstance(step.line, _Line):
+            step.line = _Line()
+        return step.line
+
+    def take(self, place: _Place, x: object, given: dict[str, Any], step: Step) -> _Made | None:
+        """Return what was made for a layer, if it was made for this call. If not, nothing is foreseen there again."""
+        found = self.foreseen.pop(place, None)
+        if found is None or found.is_for(place, x, given, step):
+            return None if found is None else found.made
+        found.before.alone = True
+        self.foreseen.clear()
+        return None
+
+    def run(
+        self, module: FamilyModule, place: _Place, x: Tensor, made: _Made, given: dict[str, Any], step: Step
+    ) -> None:
+        """Run a layer's call, and with it those of the layers behind it as the model will ask for them."""
+        if self.last is not None and self.last[1] is x:
+            self.last[0].follower = weakref.ref(module)
+        self.foreseen.clear()
+        followers = _followers(module, place)
+        room = _room(x, len(followers))
+        calls = [made.ready]
+        foreseen = {}
+        seen = {**given, MASK: None} if MASK in given else given  # layers with a window have a mask of their own
+        for number, (layer, behind) in enumerate(followers):
+            handed = behind.handed_on(seen) if behind.parts.unchanged(layer) else None
+            before = calls[-1].out
+            after = None if handed is None else _whole(behind, before, handed, step, room[number])
+            if after is None:
+                break
+            foreseen[behind] = _Foreseen(after, place, before, before._version, given)
+            calls.append(after.ready)
+            place = behind
+        run_layers(calls)
+        self.foreseen = foreseen
+        self.last = place, calls[-1].out
+
+
+def _followers(module: FamilyModule, place: _Place) -> list[tuple[FamilyModule, _Place]]:
+    """Return the layers that took each other's results as they were in earlier passes, and that nobody listens to."""
+    out: list[tuple[FamilyModule, _Place]] = []
+    known = {place}
+    while not listens(module._forward_hooks) and place.follower is not None and not place.alone:
+        behind = place.follower()
+        found: _Place | None = None if behind is None else vars(behind).get("_moepack_layer")
+        if behind is None or found is None or found in known:
+            break
+        if "forward" in vars(behind) or listens(behind._forward_pre_hooks):
+            break
+        out.append((behind, found))
+        known.add(found)
+        module = behind
+        place = found
     return out
+
+
+def _room(x: Tensor, results: int = 1) -> Tensor:
+    """Return memory for results like x, [results, ...], which counts how often it is changed: torch's `_version`."""
+    with torch.inference_mode(False):
+        return torch.empty(results, *x.shape, dtype=x.dtype)
+
+
+def _whole(place: _Place, x: Tensor, handed: dict[str, Any], step: Step, out: Tensor) -> _Made | None:
+    """Return the call of all of a layer, to be run; None if its parts run one by one."""
+    if place.whole is None:
+        return None
+    found = place.block(x.numel() // x.shape[-1], step)
+    layer = None if found is None else _layer(handed, place, x, step)
+    if found is None or layer is None:
+        return None
+    block, position = found
+    keys, values = with_room(layer)
+    sinks = place.attention._parameters.get("sinks")
+    ready = place.whole.attends(x, handed.get("position_embeddings"), keys, values, block, sinks, out)
+    return _Made(ready, (layer, keys, values), position)
 
 
 def _fits(x: object) -> bool:
@@ -267,7 +421,7 @@ def _layer(given: dict[str, Any], place: _Place, x: Tensor, step: Step) -> Appen
     """Return the layer of a cache behind whose rows a kernel may write those of one token of each sequence."""
     cache = given.get(place.cache_name)
     turn = given.get("position_embeddings")
-    others = given.keys() - {place.cache_name, "position_embeddings", "position_ids", "use_cache", "attention_mask"}
+    others = given.keys() - {place.cache_name, "position_embeddings", "position_ids", "use_cache", MASK}
     if x.shape[1] != 1 or type(cache) is not DynamicCache or cache.offloading:
         return None
     asked = any(given[name] is not None and given[name] is not False for name in others)
@@ -284,18 +438,19 @@ def _layer(given: dict[str, Any], place: _Place, x: Tensor, step: Step) -> Appen
     if keys.dim() != 4 or not keys.numel():
         return None
     alike = keys.dtype is x.dtype and layer.values.dtype is x.dtype and tried.projection.fits(x, keys, layer.values)
-    mask = given.get("attention_mask")
-    plain = getattr(place.attention, "_moepack_eager", False)  # other functions with a mask are torch's
-    alike = alike and (mask is None or (plain and _sees_all(mask, len(x), keys.shape[2] + 1, step)))
+    alike = alike and _sees_all(place, given.get(MASK), len(x), keys.shape[2] + 1, step)
     return layer if alike and keys.stride(3) == 1 and layer.values.stride(3) == 1 else None
 
 
-def _sees_all(mask: object, batch: int, length: int, step: Step) -> bool:
-    """Whether one token of each sequence sees all keys by a mask: of flags, or of numbers to add.
+def _sees_all(place: _Place, mask: object, batch: int, length: int, step: Step) -> bool:
+    """Whether one token of each sequence sees all keys by a mask: none, of flags, or of numbers to add.
 
     In a pass all layers with a window are given one mask, and all others another.
     """
-    if not isinstance(mask, Tensor) or mask.shape != (batch, 1, 1, length):
+    if mask is None:
+        return True
+    plain = getattr(place.attention, "_moepack_eager", False)  # other functions with a mask are torch's
+    if not plain or not isinstance(mask, Tensor) or mask.shape != (batch, 1, 1, length):
         return False
     if any(mask is known for known in step.unmasked):
         return True

@@ -43,7 +43,7 @@ class Watched:
 
     def unchanged(self, module: nn.Module) -> bool:
         """Whether the module's own numbers and flags, and all that is watched, are as they were, and nobody listens."""
-        if _has_any_global_hook() or (any(self._hooks) and any(map(_listens, self._hooks))):
+        if _has_any_global_hook() or (any(self._hooks) and any(map(listens, self._hooks))):
             return False
         for owner, name, part, kind, own in self._modules:
             if owner.get(name) is not part or type(part) is not kind or "forward" in own:
@@ -57,7 +57,7 @@ class Watched:
         return keeps(module, self._own) and all(keeps(part, values) for part, values in self._values)
 
 
-def _listens(hooks: dict[int, Any]) -> bool:
+def listens(hooks: dict[int, Any]) -> bool:
     """Whether a module's hooks do anything: those of transformers' outputs stay once asked for, and mostly do not."""
     capturing = all(getattr(hook, "__module__", "") == output_capturing.__name__ for hook in hooks.values())
     return bool(hooks) and not (capturing and not output_capturing._active_collector.get())

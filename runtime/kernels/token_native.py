@@ -78,7 +78,8 @@ class _Layer(ctypes.Structure):
     ]  # fmt: skip
 
 
-library.moepack_affine_layer.argtypes = library.moepack_affine_latent.argtypes = [POINTER]
+library.moepack_affine_latent.argtypes = [POINTER]
+library.moepack_affine_layers.argtypes = [POINTER, WORD]
 
 
 def _normal(norm: Norm | None) -> _Normal:
@@ -613,8 +614,37 @@ class ExpertsBlock:
 
 
 Block = ExpertsBlock | SharedExpert  # or one expert of all tokens, without a router
-# A layer's result; experts and gates, [tokens, top_k], which a block without a router does not choose
-Chosen = tuple[Tensor, tuple[Tensor, Tensor] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A layer's call, for `run_layers`.
+
+    Attributes:
+        call: what the kernel is given.
+        out: where the layer's result will be.
+        choice: where experts, int64, and their gates will be, [tokens, top_k] each; a block without a router has none.
+        kept: what must outlive the call.
+    """
+
+    call: _Layer
+    out: Tensor
+    choice: tuple[Tensor, Tensor] | None
+    kept: object
+
+
+def run_layers(ready: Sequence[Ready]) -> None:
+    """Run layers one after another, in one call. The input of each but the first is the result of the one before.
+
+    Raises:
+        MemoryError: when memory for activations is short.
+    """
+    calls = (POINTER * len(ready))(*(ctypes.addressof(one.call) for one in ready))
+    failed = library.moepack_affine_layers(ctypes.addressof(calls), len(ready))
+    if failed == 1:
+        raise MemoryError(f"no memory for a layer's {ready[0].call.tokens} activations")
+    if failed:
+        raise ValueError("a matrix of the layer is in a form that the library does not know")
 
 
 class DecoderLayer:
@@ -657,9 +687,10 @@ class DecoderLayer:
         keys: Tensor,
         values: Tensor,
         block: Block,
-        sinks: Tensor | None = None,
-    ) -> Chosen:
-        """Run all of the layer.
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> Ready:
+        """Return the call that runs all of the layer.
 
         Args:
             x: bfloat16 [sequences, 1, hidden], contiguous.
@@ -667,73 +698,60 @@ class DecoderLayer:
             keys, values: bfloat16 [sequences, groups, length, head], rows of stride 1. The last row of each is written.
             block: the experts.
             sinks: [heads], logits that take up attention and belong to no key.
-
-        Returns:
-            The layer's result, as x; the experts that its router chose, int64, and their gates, [tokens, top_k] each.
+            out: as x; where the result is written.
 
         Raises:
             ValueError: for tensors of other sizes.
-            MemoryError: when memory for activations is short.
         """
         of = self.projection
         if of is None or not of.fits(x, keys, values):
             raise ValueError(
                 f"x {tuple(x.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit"
             )
-        call = _Layer.from_buffer_copy(self._call)
+        call = self._begun(x)
         kept = of.enter(call, turn, keys, values, sinks, self._scale)
-        made = self._through(call, x, block)
-        del kept  # the call has read it
-        return made
+        return _with_block(call, x, block, out, kept)
 
-    def goes_on(self, x: Tensor, attended: Tensor, block: Block) -> Chosen:
-        """Run the layer from its attention's result on: `attended` [tokens, ...], bfloat16, contiguous."""
-        call = _Layer.from_buffer_copy(self._call)
+    def goes_on(self, x: Tensor, attended: Tensor, block: Block, out: Tensor) -> Ready:
+        """Return the call from attention's result on: `attended` [tokens, ...]; both bfloat16, contiguous."""
+        call = self._begun(x)
         call.attended = attended.data_ptr()
-        return self._through(call, x, block)
+        return _with_block(call, x, block, out, attended)
 
     def up_to_experts(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
         """Return h and norm(h), as x [..., hidden] each, from attention's `attended` as in `goes_on`."""
         h = torch.empty_like(x)
         normed = torch.empty_like(x)
-        call = _Layer.from_buffer_copy(self._call)
+        call = self._begun(x)
         call.attended = attended.data_ptr()
         call.h = h.data_ptr()
         call.normed = normed.data_ptr()
-        self._run(call, x)
+        run_layers([Ready(call, h, None, attended)])
         return h, normed
 
-    def _through(self, call: _Layer, x: Tensor, block: Block) -> Chosen:
-        tokens = x.numel() // x.shape[-1]
-        if isinstance(block, SharedExpert):
-            out = torch.empty_like(x)
-            call.shared, call.shared_down, call.shared_gate = block.addresses
-            call.out = out.data_ptr()
-            self._run(call, x)
-            return out, None
-        route, index, gates = block.choices.prepared(tokens, block.bias)
-        experts = _Experts.from_buffer_copy(block.experts)
-        out = torch.empty_like(x)
-        call.wide = block.wide
-        call.router = block.router
-        call.route = ctypes.addressof(route)
-        call.experts = ctypes.addressof(experts)
-        call.out = out.data_ptr()
-        if block.shared is not None:
-            call.shared, call.shared_down, call.shared_gate = block.shared
-        self._run(call, x)
-        return out, (index, gates)
-
-    def _run(self, call: _Layer, x: Tensor) -> None:
-        tokens = x.numel() // x.shape[-1]
-        if x.shape[-1] != call.hidden or x.dtype != torch.bfloat16 or not x.is_contiguous():
-            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: contiguous bfloat16 [..., {call.hidden}] fits")
-        call.tokens = tokens
+    def _begun(self, x: Tensor) -> _Layer:
+        if x.shape[-1] != self._call.hidden or x.dtype != torch.bfloat16 or not x.is_contiguous():
+            raise ValueError(f"x is {x.dtype} {tuple(x.shape)}: contiguous bfloat16 [..., {self._call.hidden}] fits")
+        call = _Layer.from_buffer_copy(self._call)
+        call.tokens = x.numel() // x.shape[-1]
         call.tiles = has_tiles(torch.bfloat16)
         call.threads = torch.get_num_threads()
         call.x = x.data_ptr()
-        failed = library.moepack_affine_layer(ctypes.addressof(call))
-        if failed == 1:
-            raise MemoryError(f"no memory for a layer's {tokens} activations")
-        if failed:
-            raise ValueError("a matrix of the layer is in a form that the library does not know")
+        return call
+
+
+def _with_block(call: _Layer, x: Tensor, block: Block, out: Tensor, kept: object) -> Ready:
+    """Set what follows attention in a layer's call."""
+    call.out = out.data_ptr()
+    if isinstance(block, SharedExpert):
+        call.shared, call.shared_down, call.shared_gate = block.addresses
+        return Ready(call, out, None, (x, kept, block))
+    route, index, gates = block.choices.prepared(call.tokens, block.bias)
+    experts = _Experts.from_buffer_copy(block.experts)
+    call.wide = block.wide
+    call.router = block.router
+    call.route = ctypes.addressof(route)
+    call.experts = ctypes.addressof(experts)
+    if block.shared is not None:
+        call.shared, call.shared_down, call.shared_gate = block.shared
+    return Ready(call, out, (index, gates), (x, kept, block, route, experts))

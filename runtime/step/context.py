@@ -168,6 +168,7 @@ class Step:
     loader: Loader | None = None
     weighed: bool = False  # whether the pass was asked for its attention's weights
     unmasked: list[Tensor] = field(default_factory=list)  # masks of attention that were found to hide nothing
+    line: object = None  # what decoder layers made for those behind them (dense/decoder_layers.py)
     importance: HeavyHitters | None = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
     logits: tuple[int, Tensor | None] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences

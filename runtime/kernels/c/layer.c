@@ -281,8 +281,7 @@ static int experts(Layer *m, uint16_t *normed, float *wide) {
     return failed;
 }
 
-/* Returns 0; 1 when memory is short; or more for a form without a kernel. */
-int moepack_affine_layer(Layer *m) {
+static int layer(Layer *m) {
     const int64_t numbers = m->tokens * m->hidden;
     const Project *p = m->project;
     const ProjectLatent *l = m->latent;
@@ -307,5 +306,13 @@ int moepack_affine_layer(Layer *m) {
         if (m->out && !failed) add(m->h, m->out, m->out, numbers);
     }
     free(room);
+    return failed;
+}
+
+/* Runs layers, each on the result of the one before. Returns 0; 1 when memory is short; or more for a form without a
+ * kernel. */
+int moepack_affine_layers(Layer *const *m, int64_t n) {
+    int failed = 0;
+    for (int64_t i = 0; i < n && !failed; i++) failed = layer(m[i]);
     return failed;
 }

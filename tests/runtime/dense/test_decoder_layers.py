@@ -16,9 +16,24 @@ import moepack
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.dense import borrowed, decoder_layers, norms, projections
 from moepack.runtime.kernels.token_native import DecoderLayer
+from moepack.runtime.kv.growing import grow_in_place
 
 CALLS = ("attends", "goes_on", "up_to_experts")
 IDS = torch.randint(1, 60, (2, 14), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """The number of layers in each of the kernel's calls."""
+    seen = []
+    own = decoder_layers.run_layers
+
+    def run(ready):
+        seen.append(len(ready))
+        own(ready)
+
+    monkeypatch.setattr(decoder_layers, "run_layers", run)
+    return seen
 
 
 @pytest.fixture
@@ -87,12 +102,22 @@ FAMILIES = {
     "qwen3_next": {"goes_on", "up_to_experts"},
     "granitemoe": set(),
 }
+# How many of a family's layers one call runs: whole ones that follow one another
+LINES = {
+    "qwen3_moe": 2,
+    "gpt_oss": 2,
+    "deepseek_v2": 3,
+    "deepseek_v3": 3,
+    "kimi_linear": 2,
+    "qwen3_next": 1,
+    "granitemoe": 0,
+}
 LATENT = {"deepseek_v2": None, "deepseek_v3": 128, "kimi_linear": None}  # with ranks of queries
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_bits_of_the_parts(family, tmp_path, demo_model, text, monkeypatch, calls):
+def test_the_bits_of_the_parts(family, tmp_path, demo_model, text, monkeypatch, calls, lines):
     latent = family in LATENT
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8 if latent else 4}
     if latent:
@@ -114,6 +139,7 @@ def test_the_bits_of_the_parts(family, tmp_path, demo_model, text, monkeypatch, 
         for part in (IDS[:1, :12], IDS[:1, 12:13]):
             passes(model, part, cache)
         assert calls["attends"] - before == 2, "a layer with a window, too"
+    assert max(lines, default=0) == LINES[family]
 
 
 class Counter:
@@ -161,6 +187,43 @@ def test_routing_is_counted_and_others_interfere(bundle, monkeypatch, calls):
     assert alone() == (True, whole)
     layer.post_attention_layernorm.weight.data = layer.post_attention_layernorm.weight * 2
     assert alone() == (False, whole - share)
+
+
+BETWEEN = {
+    "nothing": lambda x, turn: (x, turn),
+    "a change in place": lambda x, turn: (x.mul_(2), turn),
+    "another tensor": lambda x, turn: (x * 2, turn),
+    "other angles": lambda x, turn: (x, (turn[1], turn[0])),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_what_stands_between_layers_counts(mode, bundle, monkeypatch, lines):
+    """Layers that one call ran ahead run again, with the same caches, where a model does something between them."""
+    plain, model = (opened(bundle, monkeypatch, layers) for layers in (False, True))
+
+    def through(of, between):
+        cache = DynamicCache(config=of.config)
+        out = []
+        for token in range(6):
+            grow_in_place(cache, 0)
+            x = torch.randn(1, 1, of.config.hidden_size, generator=torch.Generator().manual_seed(token)).bfloat16()
+            turn = of.model.rotary_emb(x, torch.tensor([[token]]))
+            with mode(), of._moepack_wrapper.alone():
+                for layer in of.model.layers:
+                    x = layer(x, position_embeddings=turn, attention_mask=None, cache=cache)
+                    x, turn = BETWEEN[between if token == 3 else "nothing"](x, turn)
+            out.append(x)
+        return [*out, *(held for layer in cache.layers for held in (layer.keys, layer.values))]
+
+    layers = len(model.model.layers)
+    for between in BETWEEN:
+        lines.clear()
+        assert all(map(torch.equal, through(model, between), through(plain, between))), between
+        if between == "nothing":
+            assert lines[-1] == layers, "one call runs all"
+            first = list(lines)
+    assert max(lines) == 1 and max(first) == layers, "what was wrong once is not foreseen again"
 
 
 def test_changed_attributes_and_left_out_arguments(bundle, monkeypatch, calls):

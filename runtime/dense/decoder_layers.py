@@ -19,7 +19,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,9 +34,9 @@ from moepack.runtime.experts.forward import count
 from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup
 from moepack.runtime.kernels.token_native import Block, DecoderLayer, ExpertsBlock, Ready, SharedExpert, run_layers
-from moepack.runtime.kv.growing import Appendable, keep, takes_token, with_room
+from moepack.runtime.kv.growing import keep, takes_token, with_room
 from moepack.runtime.policies.placements import Where
-from moepack.runtime.step.context import Step, step_of
+from moepack.runtime.step.context import PackedCache, Step, step_of
 
 from .borrowed import CLOSE, NativeRouter, attends_alone
 from .layer_structure import MIXERS, SHARED_GATE, Structure, named_arguments, structure_of
@@ -50,6 +50,7 @@ from .watched import Watched, listens
 MASK = "attention_mask"
 NORMS = ("input_layernorm", "post_attention_layernorm")
 PROBES = 16  # random rows on which a shared expert is tried
+UNASKED = 8  # results that may wait for a layer's call, of passes of several threads; more are an early exit's
 EQUAL = 0.98  # share of a row's results that have the same bits
 # What a layer names of what it is given; one that names more may do more than a trial sees
 ARGUMENTS = {"hidden_states", "attention_mask", "position_ids", "position_embeddings", "use_cache", *CACHE_NAMES}
@@ -77,6 +78,7 @@ class _Place(Uncopied):
     # The layer that takes this one's result as it is, as far as passes have shown; `alone` once one did not
     follower: weakref.ref[FamilyModule] | None = None
     alone: bool = False
+    unasked: int = 0  # results of this layer that were made ahead, and that no pass has asked for
 
     def step(self) -> Step | None:
         """Return the running step, if nothing in it stands between a layer's parts."""
@@ -261,7 +263,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
             normed = self.post_attention_layernorm(h)
         elif found is not None and step is not None:
             block, position = found
-            made = _Made(place.rest.goes_on(x, attended.contiguous(), block, _room(x)[0]), None, position)
+            made = _Made(place.rest.goes_on(x, attended.contiguous(), block, _room(x)[0]), 0, None, position)
             _Line.of(step).run(self, place, x, made, given, step)
             return made.handed_out(step)
         else:
@@ -278,18 +280,20 @@ class _Made:
 
     Attributes:
         ready: the result, and its experts.
-        cached: a layer of the cache, and the keys and values that it will hold. None: attention's own code did that.
+        length: of the keys that the layer attended to.
+        keep: lets the cache have the token's keys and values. None: attention's own code did that.
         position: of the layer among those with experts.
     """
 
     ready: Ready
-    cached: tuple[Appendable, Tensor, Tensor] | None
+    length: int
+    keep: Callable[[], None] | None
     position: int
 
     def handed_out(self, step: Step) -> Tensor:
         """Return the result; count its routing, and keep its keys and values."""
-        if self.cached is not None:
-            keep(*self.cached)
+        if self.keep is not None:
+            self.keep()
         if self.ready.choice is not None:
             count(step, self.position, *self.ready.choice)
         return self.ready.out
@@ -311,9 +315,7 @@ class _Foreseen:
             return False
         if any(value is not self.given[name] for name, value in given.items() if name != MASK):
             return False
-        assert self.made.cached is not None
-        batch, _, length, _ = self.made.cached[1].shape
-        return _sees_all(place, given.get(MASK), batch, length, step)
+        return _sees_all(place, given.get(MASK), len(self.x), self.made.length, step)
 
 
 @dataclass(eq=False, slots=True)
@@ -332,12 +334,20 @@ class _Line:
 
     def take(self, place: _Place, x: object, given: dict[str, Any], step: Step) -> _Made | None:
         """Return what was made for a layer, if it was made for this call. If not, nothing is foreseen there again."""
-        found = self.foreseen.pop(place, None)
-        if found is None or found.is_for(place, x, given, step):
-            return None if found is None else found.made
+        found = self.foreseen.get(place)
+        if found is None:
+            return None
+        if found.is_for(place, x, given, step):
+            self._forget([place])
+            return found.made
         found.before.alone = True
-        self.foreseen.clear()
+        self._forget(list(self.foreseen))
         return None
+
+    def _forget(self, places: Sequence[_Place]) -> None:
+        for place in places:
+            del self.foreseen[place]
+            place.unasked -= 1
 
     def run(
         self, module: FamilyModule, place: _Place, x: Tensor, made: _Made, given: dict[str, Any], step: Step
@@ -345,13 +355,17 @@ class _Line:
         """Run a layer's call, and with it those of the layers behind it as the model will ask for them."""
         if self.last is not None and self.last[1] is x:
             self.last[0].follower = weakref.ref(module)
-        self.foreseen.clear()
         followers = _followers(module, place)
         room = _room(x, len(followers))
         calls = [made.ready]
         foreseen = {}
         seen = {**given, MASK: None} if MASK in given else given  # layers with a window have a mask of their own
         for number, (layer, behind) in enumerate(followers):
+            if behind.unasked > UNASKED:
+                place.alone = True
+                for _, later in followers[number:]:
+                    later.unasked = 0
+                break
             handed = behind.handed_on(seen) if behind.parts.unchanged(layer) else None
             before = calls[-1].out
             after = None if handed is None else _whole(behind, before, handed, step, room[number])
@@ -359,6 +373,7 @@ class _Line:
                 break
             foreseen[behind] = _Foreseen(after, place, before, before._version, given)
             calls.append(after.ready)
+            behind.unasked += 1
             place = behind
         run_layers(calls)
         self.foreseen = foreseen
@@ -394,14 +409,14 @@ def _whole(place: _Place, x: Tensor, handed: dict[str, Any], step: Step, out: Te
     if place.whole is None:
         return None
     found = place.block(x.numel() // x.shape[-1], step)
-    layer = None if found is None else _layer(handed, place, x, step)
-    if found is None or layer is None:
+    row = None if found is None else _row(handed, place, x, step)
+    if found is None or row is None:
         return None
     block, position = found
-    keys, values = with_room(layer)
+    keys, values, keep = row
     sinks = place.attention._parameters.get("sinks")
     ready = place.whole.attends(x, handed.get("position_embeddings"), keys, values, block, sinks, out)
-    return _Made(ready, (layer, keys, values), position)
+    return _Made(ready, keys.shape[2], keep, position)
 
 
 def _fits(x: object) -> bool:
@@ -417,29 +432,48 @@ def _fits(x: object) -> bool:
     )
 
 
-def _layer(given: dict[str, Any], place: _Place, x: Tensor, step: Step) -> Appendable | None:
-    """Return the layer of a cache behind whose rows a kernel may write those of one token of each sequence."""
+def _row(
+    given: dict[str, Any], place: _Place, x: Tensor, step: Step
+) -> tuple[Tensor, Tensor, Callable[[], None]] | None:
+    """Make room in a cache for one token of each sequence.
+
+    Returns:
+        Keys and values, whose last row a kernel may write, and what is to be called then; None for other caches.
+    """
     cache = given.get(place.cache_name)
     turn = given.get("position_embeddings")
     others = given.keys() - {place.cache_name, "position_embeddings", "position_ids", "use_cache", MASK}
-    if x.shape[1] != 1 or type(cache) is not DynamicCache or cache.offloading:
-        return None
-    asked = any(given[name] is not None and given[name] is not False for name in others)
-    if asked or not attends_alone(place.attention):
+    if x.shape[1] != 1 or any(given[name] is not None and given[name] is not False for name in others):
         return None
     tried: CpuProjections = place.attention._moepack_projection
     if len(x) > place.most or not tried.takes(turn, len(x)) or not tried.follows(place.attention):
         return None
-    number = place.attention.layer_idx
+    number: int = place.attention.layer_idx
+    if isinstance(cache, PackedCache):
+        own = vars(place.attention.config).get("_attn_implementation_internal") == cache.attention
+        packed = cache.with_room(number) if own and given.get(MASK) is None else None
+        if packed is None or not _alike(tried, x, *packed):
+            return None
+        return *packed, functools.partial(cache.keep, number)
+    if type(cache) is not DynamicCache or cache.offloading or not attends_alone(place.attention):
+        return None
     layer = cache.layers[number] if number < len(cache.layers) else None
     if not takes_token(layer) or not isinstance(layer.keys, Tensor) or not isinstance(layer.values, Tensor):
         return None
     keys = layer.keys
-    if keys.dim() != 4 or not keys.numel():
+    if keys.dim() != 4 or not keys.numel() or not _alike(tried, x, keys, layer.values):
         return None
-    alike = keys.dtype is x.dtype and layer.values.dtype is x.dtype and tried.projection.fits(x, keys, layer.values)
-    alike = alike and _sees_all(place, given.get(MASK), len(x), keys.shape[2] + 1, step)
-    return layer if alike and keys.stride(3) == 1 and layer.values.stride(3) == 1 else None
+    if not _sees_all(place, given.get(MASK), len(x), keys.shape[2] + 1, step):
+        return None
+    keys, values = with_room(layer)
+    return keys, values, functools.partial(keep, layer, keys, values)
+
+
+def _alike(tried: CpuProjections, x: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether a kernel writes what it makes of x behind these keys and values."""
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        return False
+    return keys.dtype is x.dtype and values.dtype is x.dtype and tried.projection.fits(x, keys, values)
 
 
 def _sees_all(place: _Place, mask: object, batch: int, length: int, step: Step) -> bool:

@@ -112,6 +112,7 @@ class PackedCache:
     values call `by_row`. A pass of few tokens on a GPU has a `table`.
     """
 
+    attention = ""  # the name under which transformers knows attention over such a cache
     windows: Sequence[int | None] = ()  # of each layer's keys and values, in tokens; None for all
     table: SequenceTable | None = None  # of the running pass, if it has one
 
@@ -145,6 +146,17 @@ class PackedCache:
 
     def written(self, layer: int) -> Tensor | None:
         """Return a layer's part of the table, where a launch writes keys and values; None without a table."""
+        raise NotImplementedError
+
+    def with_room(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return a layer's keys and values, [1, heads, tokens, dim], with a row more, which the caller writes.
+
+        None where the cache is to be updated and `attend` called: except for one token of one sequence that has begun.
+        """
+        raise NotImplementedError
+
+    def keep(self, layer: int) -> None:
+        """Note that the row of `with_room` is written."""
         raise NotImplementedError
 
     def attend(

@@ -209,6 +209,8 @@ class PackedKvCache(Cache, PackedCache):
     The KV budget (runtime/residency/kv_reserve.py) reads `held_bytes` and `needed`; policies read `sequences`.
     """
 
+    attention = NAME
+
     def __init__(
         self,
         windows: Sequence[int | None],
@@ -519,6 +521,26 @@ class PackedKvCache(Cache, PackedCache):
             held.values[:, :, end - one.count : end] = values[:, :, part.span]
             held.end = end
         return given
+
+    def with_room(self, layer: int) -> tuple[Tensor, Tensor] | None:
+        """Return a layer's keys and values with a row more, for one token of one sequence; else None."""
+        part = self._parts[0]
+        held = part.of.row.layers[layer]
+        alone = len(self._parts) == 1 and part.of.count == 1 and not part.of.taken and self.table is None
+        if not alone or self._bits[layer] != (PLAIN, PLAIN) or held.keys is None or held.values is None:
+            return None
+        self.began = True
+        end = self._room(part, layer, held.keys, held.values)
+        held.end = end - 1  # where a window's rows were moved to
+        window = self.windows[layer]
+        first = 0 if window is None else max(0, end - window)
+        return held.keys[:, :, first:end], held.values[:, :, first:end]
+
+    def keep(self, layer: int) -> None:
+        """Note that the row of `with_room` is written."""
+        row = self._parts[0].of.row
+        row.layers[layer].end += 1
+        row.where = None
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor | Latents, scaling: float | None, sinks: Tensor | None

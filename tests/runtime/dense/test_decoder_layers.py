@@ -17,6 +17,7 @@ pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.dense import borrowed, decoder_layers, norms, projections
 from moepack.runtime.kernels.token_native import DecoderLayer
 from moepack.runtime.kv.growing import grow_in_place
+from moepack.server.batching.engine import Engine, StepInput
 
 CALLS = ("attends", "goes_on", "up_to_experts")
 IDS = torch.randint(1, 60, (2, 14), generator=torch.Generator().manual_seed(0))
@@ -89,6 +90,23 @@ def logits(model):
         out.append(passes(model, part, cache, attention_mask=mask[:, :end]))
     with Listening():  # the experts' own code runs, on every processor
         out.append(passes(model, IDS[:, 7:9], cache, attention_mask=mask[:, :9]))
+    return out + packed(model)
+
+
+def packed(model):
+    """Logits of the server's passes: of a prompt, of tokens one by one, of two sequences at once, and of one again."""
+    engine = Engine(model, 16)
+    slots = [engine.add(5), engine.add(3)]
+    both = range(2)
+    out = []
+    for begin, end, which in ((0, 5, [0]), (5, 6, [0]), (6, 7, [0]), (0, 4, [1]), *((n, n + 1, both) for n in (7, 8))):
+        given = [IDS[n, slots[n].length : slots[n].length + end - begin].tolist() for n in which]
+        out += engine.run([StepInput(slots[n], tokens) for n, tokens in zip(which, given, strict=True)])
+    engine.remove(slots[1])
+    for token in IDS[0, 9:].tolist():
+        out += engine.run([StepInput(slots[0], [token])])
+    engine.remove(slots[0])
+    model.config._attn_implementation = engine._native
     return out
 
 
@@ -224,6 +242,25 @@ def test_what_stands_between_layers_counts(mode, bundle, monkeypatch, lines):
             assert lines[-1] == layers, "one call runs all"
             first = list(lines)
     assert max(lines) == 1 and max(first) == layers, "what was wrong once is not foreseen again"
+
+
+def test_layers_that_are_never_called_are_not_run_ahead(bundle, monkeypatch, lines):
+    """An early exit (assisted decoding's) calls the first layers alone, and pays for these."""
+    model = opened(bundle, monkeypatch)
+    every = model.model.layers
+    cache = DynamicCache(config=model.config)
+    for token in IDS[0, :4]:
+        passes(model, token[None, None], cache)
+    assert lines[-1] == len(every)
+    model.model.layers = every[:2]
+    for token in range(decoder_layers.UNASKED + 2):
+        passes(model, torch.tensor([[token + 1]]), cache)
+    assert lines[-1] == 2
+    model.model.layers = every
+    cache = DynamicCache(config=model.config)
+    for token in IDS[0, :4]:
+        passes(model, token[None, None], cache)
+    assert lines[-2:] == [2, len(every) - 2]
 
 
 def test_changed_attributes_and_left_out_arguments(bundle, monkeypatch, calls):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,18 +30,6 @@ class _Delta(ctypes.Structure):
 
 
 library.moepack_delta.argtypes = [POINTER, WORD]
-
-
-class StateSizes(Protocol):
-    """The sizes of what a layer keeps of a sequence."""
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """The shape of its last inputs of the convolution."""
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """The shape of its state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +151,7 @@ class DeltaRule:
             call.logs = logs.data_ptr()
         if (logs is None) != (len(self._places) == len(ROLES)):
             raise ValueError("decays are given as logarithms where a layer has none of its own")
-        place_sequences(call, sizes, first, windows, states)
+        place_sequences(call, first, (windows, sizes.window), (states, sizes.state))
         out = projections[0].new_empty(tokens, heads * v_dim)
         call.out = out.data_ptr()
         if library.moepack_delta(ctypes.addressof(call), threads or torch.get_num_threads()):
@@ -178,12 +166,13 @@ def _end(role: str, lies: Lies, sizes: DeltaSizes) -> int:
     return lies.first + (sizes.keys - 1) * lies.step + many.get(role, sizes.shared)
 
 
-def place_sequences(
-    call: Any, sizes: StateSizes, first: Sequence[int], windows: Sequence[Tensor], states: Sequence[Tensor]
-) -> None:
+Kept = tuple[Sequence[Tensor], tuple[int, ...]]  # tensors [sequences, ...], and the shape of what one sequence has
+
+
+def place_sequences(call: Any, first: Sequence[int], windows: Kept, states: Kept) -> None:
     """Set a call's sequences, which the call keeps alive. Raises ValueError for tensors of other sizes."""
-    window_at = _addresses(windows, sizes.window, torch.bfloat16)
-    state_at = _addresses(states, sizes.state, torch.float32)
+    window_at = _addresses(*windows, torch.bfloat16)
+    state_at = _addresses(*states, torch.float32)
     count = len(first) - 1
     if len(window_at) != count or len(state_at) != count:
         raise ValueError(f"{len(window_at)} windows and {len(state_at)} states for {count} sequences")

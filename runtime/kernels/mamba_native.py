@@ -144,7 +144,7 @@ class Mamba:
             if live.numel() != tokens or live.dtype != torch.bool or not live.is_contiguous():
                 raise ValueError(f"padding is {live.dtype} {tuple(live.shape)} for {tokens} tokens")
             call.live = live.data_ptr()
-        place_sequences(call, sizes, first, windows, states)
+        place_sequences(call, first, (windows, sizes.window), (states, sizes.state))
         out = projection.new_empty(tokens, sizes.heads * sizes.dim)
         call.out = out.data_ptr()
         if library.moepack_mamba(ctypes.addressof(call), threads or torch.get_num_threads()):

@@ -157,8 +157,3 @@ class SharedByLoss:
         n = int(np.searchsorted(self._taken, room, side="right"))
         out: list[int] = np.bincount(self._layer[:n], self._cost[:n], minlength=self._layers).astype(np.int64).tolist()
         return out
-
-
-def bytes_by_loss(ladders: Sequence[Ladder], traffic: Sequence[Sequence[float] | Floats], room: int) -> list[int]:
-    """Return the bytes that each layer may use above the base, as `SharedByLoss` gives them."""
-    return SharedByLoss(ladders, traffic).within(room)

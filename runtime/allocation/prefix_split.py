@@ -18,7 +18,7 @@ def prefix_split(
     importance: Sequence[float],
     losses: Sequence[Sequence[float]] | npt.NDArray[np.float64],
     average_bits: float,
-    widths: Sequence[int] = WIDTHS,
+    widths: Sequence[int],
 ) -> list[int]:
     """Choose widths for one layer's experts that fall with their importance (context-aware-cxl-ndp, section 4.2).
 

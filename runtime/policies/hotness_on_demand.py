@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from moepack.runtime.allocation.ladder import Floats, Ladder, bytes_by_loss
+from moepack.runtime.allocation.ladder import Floats, Ladder, SharedByLoss
 
 from .beside import Moves
 from .contract import Event, Interval, Key, LayerReached, Needs, Setting, Wanted
@@ -137,7 +137,7 @@ class HotnessOnDemand:
         """Choose the placements that the experts earn by their heat, within `room` bytes of all layers together."""
         shares = [self._shares(p) for p in range(len(self._earned))]
         room -= self._moves.margin(room)
-        rooms = bytes_by_loss(self._ladders, shares, room)
+        rooms = SharedByLoss(self._ladders, shares).within(room)
         self._earned = [
             ladder.fill(shares[p], rooms[p], self._earned[p], self._margin, self._slack)
             for p, ladder in enumerate(self._ladders)

@@ -63,7 +63,6 @@ class ImportanceOptions(LiveOptions):
     # "yes": an expert present at high precision also serves requests for low; "no": it is replaced by the low version,
     # so that results do not depend on earlier requests
     reuse: str = "yes"
-    seed: int = 0  # the seed of `by=random`
 
     def __post_init__(self) -> None:
         LiveOptions.__post_init__(self)
@@ -71,8 +70,6 @@ class ImportanceOptions(LiveOptions):
             raise ValueError("r must be from 0.5 to 1")
         if not 0 < self.heavy <= 1:
             raise ValueError("heavy is above 0, up to 1")
-        if self.seed < 0:
-            raise ValueError("seed must be at least 0")
 
     def ladders(self, versions: Sequence[Version]) -> list[Ladder]:
         """Return one ladder: the high version, the low version if there is one, and absent."""
@@ -136,7 +133,7 @@ class Importance:
         self._shares = [retention(layer, layers, options.r) for layer in range(layers)]
         self._base = setting.base
         self._low = min(LOW, setting.base)  # of a layer's experts that are not critical
-        self._random = np.random.default_rng(options.seed)
+        self._random = np.random.default_rng(0)
         self._cache = MixedCache(setting.sizes, options.reuse == "yes", setting.most)
         self._traffic = [np.array(row) for row in setting.traffic]
         self.worth = self._cache.last_used

@@ -123,7 +123,7 @@ def test_random_experts_are_as_many():
     """The papers' comparison: the same share, whoever they are; the same ones every time."""
 
     def high():
-        policy = Importance(setting([8, 8]), ImportanceOptions(by="random", prefetch="no", reuse="no", seed=3))
+        policy = Importance(setting([8, 8]), ImportanceOptions(by="random", prefetch="no", reuse="no"))
         assert not policy.needs.importance
         events = [reached(1, [1] * 8) for _ in range(20)]
         return [sum(1 << e for (_, e), v in got.items() if v == 0) for got in answers(policy, *events)]

@@ -13,7 +13,7 @@ import pytest
 
 from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
-from moepack.runtime.allocation.ladder import Ladder, bytes_by_loss
+from moepack.runtime.allocation.ladder import Ladder, SharedByLoss
 from moepack.runtime.planning.capacity import even_bytes, even_room
 from moepack.runtime.policies.contract import Changes, Interval, LayerReached, Setting
 from moepack.runtime.policies.hotness import Hotness, HotnessOptions
@@ -160,7 +160,7 @@ def test_rooms_fit_and_are_even():
             Ladder([s + 1, 1], np.array([[0.0, rng.random()] for _ in range(n)]), 1)
             for s, n in zip(sizes, experts, strict=True)
         ]
-        assert sum(bytes_by_loss(ladders, [[1.0] * n for n in experts], room)) <= room
+        assert sum(SharedByLoss(ladders, [[1.0] * n for n in experts]).within(room)) <= room
 
 
 def test_a_prior_counts_as_an_interval_before_the_first():

@@ -32,10 +32,9 @@ from moepack.runtime.step.context import current, observe_attention
 from .linears import Uncopied, in_place_of, learns, most_tokens, with_name
 from .routers import RouterForm, router_of, routers_of
 from .selection import over_seen, sees_few
-from .values import Trials, keeps, plain_values
+from .values import Trials, keeps, near, plain_values
 
 Attention = Callable[..., tuple[Tensor, Tensor | None]]  # as transformers has such functions by name
-CLOSE = 2.0**-6  # the greatest difference allowed between two results, as a share of their greatest number
 SDPA = "transformers.integrations.sdpa_attention"
 
 
@@ -196,7 +195,7 @@ def _near(wanted: object, got: object) -> bool:
     if len(wanted) != len(got) or any(a.shape != b.shape or a.dtype != b.dtype for a, b in pairs):
         return False
     first = next(((a, b) for a, b in pairs if a.is_floating_point()), None)
-    return first is not None and bool((first[0] - first[1]).abs().max() <= CLOSE * first[0].abs().max())
+    return first is not None and near(first[1], first[0])
 
 
 class _Registry(_Names):
@@ -332,7 +331,7 @@ def _agrees_with_eager(module: Any, plain: Attention) -> bool:
         with torch.no_grad():
             wanted = plain(module, query, key, value, mask, scaling=scaling, dropout=0.0, **extra)[0]
             got = attend(query, key, value, scaling, mask=seen, sinks=sinks)
-        if got.shape != wanted.shape or not (got - wanted).abs().max() <= CLOSE * wanted.abs().max():
+        if not near(got, wanted):
             return False
     return True
 

@@ -38,13 +38,13 @@ from moepack.runtime.kv.growing import keep, takes_token, with_room
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import PackedCache, Step, step_of
 
-from .borrowed import CLOSE, NativeRouter, attends_alone
+from .borrowed import NativeRouter, attends_alone
 from .layer_structure import MIXERS, SHARED_GATE, Structure, named_arguments, structure_of
 from .linears import FamilyModule, Uncopied, in_place_of
 from .norms import described
 from .packed import matrices_of
 from .projections import CpuProjections
-from .values import Trials
+from .values import Trials, near
 from .watched import Watched, listens
 
 MASK = "attention_mask"
@@ -53,7 +53,7 @@ PROBES = 16  # random rows on which a shared expert is tried
 UNASKED = 8  # results that may wait for a layer's call, of passes of several threads; more are an early exit's
 EQUAL = 0.98  # share of a row's results that have the same bits
 # What a layer names of what it is given; one that names more may do more than a trial sees
-ARGUMENTS = {"hidden_states", "attention_mask", "position_ids", "position_embeddings", "use_cache", *CACHE_NAMES}
+ARGUMENTS = {"hidden_states", MASK, "position_ids", "position_embeddings", "use_cache", *CACHE_NAMES}
 FREE = {"position_ids", "position_embeddings", "use_cache"}  # of these what a layer may leave to itself
 
 
@@ -226,8 +226,8 @@ def _makes(made: SharedExpert, expert: nn.Module) -> bool:
     x = (x * torch.logspace(-3, 3, PROBES)[:, None]).bfloat16()
     with torch.no_grad():
         pairs = [(made.run(row), expert(row)) for row in x.split(1)]
-    near = all(bool(((got - wanted).abs() <= CLOSE * wanted.abs().max()).all()) for got, wanted in pairs)
-    return near and all(float((got == wanted).float().mean()) >= EQUAL and bool(wanted.any()) for got, wanted in pairs)
+    close = all(near(got, wanted) for got, wanted in pairs)
+    return close and all(float((got == wanted).float().mean()) >= EQUAL and bool(wanted.any()) for got, wanted in pairs)
 
 
 @functools.cache

@@ -29,11 +29,11 @@ from moepack.runtime.kernels.kv_rows import plain as numbers_of
 from moepack.runtime.kv.latents import MAP, SHARE, SHARE_BF16, LatentSizes, heads_at_once
 from moepack.runtime.step.context import observe_attention
 
-from .borrowed import CLOSE, SPECIAL, Attention, in_order, is_sdpa, keys_read, with_attention
+from .borrowed import SPECIAL, Attention, in_order, is_sdpa, keys_read, with_attention
 from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .packed import PackedLinear
 from .selection import over_seen, sees_few
-from .values import Trials
+from .values import Trials, near
 
 SCORES = 16 << 20  # numbers of float32 scores at a time
 
@@ -347,6 +347,6 @@ def _trial(module: FamilyModule) -> bool:
         for got in (apart, made):
             if got is None and tokens > 1 and of.most_absorbed(module.qk_rope_head_dim) < tokens:
                 continue
-            if got is None or got.shape != wanted.shape or not (got - wanted).abs().max() <= CLOSE * wanted.abs().max():
+            if got is None or not near(got, wanted):
                 return False
     return True

@@ -25,12 +25,11 @@ from moepack.runtime.kernels.delta_native import DeltaRule, DeltaSizes, DeltaWei
 from moepack.runtime.kernels.mamba_native import Mamba, MambaSizes, MambaWeights
 from moepack.runtime.step.context import PackedCache
 
-from .borrowed import CLOSE
 from .by_row import by_row
 from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .norms import epsilon_of
 from .projections import NUMBER, cache_argument
-from .values import Trials
+from .values import CLOSE, Trials
 
 TOKENS = (5, 1, 3, 1)  # random tokens of a trial's passes, one after another
 # What the code of all these modules reads, and what some read. A name beyond these may be a step that the kernel lacks.

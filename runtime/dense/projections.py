@@ -24,11 +24,11 @@ from moepack.families.arguments import CACHE_NAMES, REGISTRY
 from moepack.runtime.kernels.forms import Norm
 from moepack.runtime.kernels.token_native import LatentProjection, Projection, is_turn
 
-from .borrowed import CLOSE, Attention
+from .borrowed import Attention
 from .linears import FEW, FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .norms import described
 from .packed import matrices_of
-from .values import Trials
+from .values import Trials, near
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -313,7 +313,8 @@ def _agrees(module: FamilyModule, place: Projections, cache_name: str, rotary: n
                 _passes(module, run, x, turn, make(), cache_name, None if batch == 1 else first)
                 for run in (kind.forward, _served(kind, cache_name).forward)
             )
-            if not all(map(_near, wanted, got)):
+            # where all numbers are zero, as of weights of zeros, any code would agree
+            if not all(near(b, a) and a.dtype == b.dtype and bool(a.any()) for a, b in zip(wanted, got, strict=True)):
                 return False
     except Exception:  # of any kind, from a family's code
         return False
@@ -362,10 +363,3 @@ def _mask(layer: object, part: slice, first: Tensor) -> Tensor:
     ago = queries[:, None] - keys
     mask = (ago >= 0) & (ago < window) & (keys >= first[:, :, None]) | (ago == 0)  # padding sees itself
     return mask[:, None]
-
-
-def _near(wanted: Tensor, got: Tensor) -> bool:
-    """Whether results agree but for rounding; where all are zero, as of weights of zeros, any code would agree."""
-    most = wanted.abs().max()
-    same = wanted.shape == got.shape and wanted.dtype == got.dtype
-    return same and bool(most > 0) and bool((wanted - got).abs().max() <= CLOSE * most)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from moepack.runtime.kernels.forms import Routing
 
 from .linears import FamilyModule
+from .values import near
 
 ROUTERS = ("gate", "router")  # their names beside experts
 ROWS = 64  # random tokens of a trial
-CLOSE = 2.0**-6  # the greatest difference of two gates, as a share of the greatest; more than BF16's last place
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class _Trial:
             return False
         with torch.no_grad():
             mine = router.linear(self.module, self.x)
-            if not _near(mine, self.logits) or not _as_exact(mine, self.logits):
+            if not near(mine, self.logits) or not _as_exact(mine, self.logits):
                 return False
             try:
                 made = tries(router, self.logits.to(mine.dtype), router.bias(self.module))
@@ -149,11 +149,11 @@ class _Trial:
         """Whether these are the choices of some tokens, and their gates; some routers do not sort their choices."""
         wanted = self.index[part]
         if in_order:
-            return torch.equal(wanted, index) and _near(gates, self.gates[part])
+            return torch.equal(wanted, index) and near(gates, self.gates[part])
         order = wanted.argsort(-1)
         own = index.argsort(-1)
         same = torch.equal(wanted.gather(1, order), index.gather(1, own))
-        return same and _near(gates.gather(1, own), self.gates[part].gather(1, order))
+        return same and near(gates.gather(1, own), self.gates[part].gather(1, order))
 
 
 def _as_exact(mine: Tensor, wanted: Tensor) -> bool:
@@ -162,7 +162,3 @@ def _as_exact(mine: Tensor, wanted: Tensor) -> bool:
         return True
     apart = (mine.float() - wanted).abs()
     return float((apart <= 2.0**-12 * wanted.abs()).float().mean()) > 0.9
-
-
-def _near(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool((a.float() - b.float()).abs().max() <= CLOSE * b.float().abs().max())

@@ -93,6 +93,15 @@ def _described(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tuple(tensor.shape), tensor.dtype, tensor.device)
 
 
+CLOSE = 2.0**-6  # the greatest difference allowed between two results, as a share of their greatest number
+
+
+def near(got: Tensor, wanted: Tensor) -> bool:
+    """Whether two results have one shape, and differ by no more than rounding."""
+    apart = (got.float() - wanted.float()).abs() if got.shape == wanted.shape else None
+    return apart is not None and bool(apart.max() <= CLOSE * wanted.float().abs().max())
+
+
 class Trials(Generic[Result]):
     """Trials of a model's modules, one for all that differ in weights alone; and a count of those that kernels replace.
 

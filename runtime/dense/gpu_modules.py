@@ -22,7 +22,7 @@ from moepack.runtime.kernels.step_triton import norm
 from moepack.runtime.step.context import step_of
 
 from .linears import FamilyModule, in_place_of, learns
-from .norms import FORMS, replace_norms, trials
+from .norms import form_of, replace_norms
 from .routers import RouterForm, router_of, routers_of
 from .values import Trials
 
@@ -57,11 +57,8 @@ def _served_norm(kind: type[nn.Module], form: int, epsilon: float) -> type[nn.Mo
 
 
 def _norm_form(module: FamilyModule, epsilon: float) -> int | None:
-    """The kernel's form that agrees with the module on random weights and rows; `None` if no form does."""
     with current(module.weight.device):
-        found = list(trials(module, ROWS))
-        agree = (f for f in FORMS if all(_same(norm(x, p.weight, f, epsilon), wanted) for p, x, wanted in found))
-        return next(agree, None)
+        return form_of(module, ROWS, lambda x, weight, form: norm(x, weight, form, epsilon), _same)
 
 
 def _same(made: Tensor, wanted: Tensor) -> bool:

@@ -10,7 +10,7 @@ import copy
 import ctypes
 import functools
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from typing import Any
 
 import torch
@@ -67,14 +67,14 @@ def replace_norms(
     model: nn.Module,
     dtypes: Collection[torch.dtype],
     tried: dict[Hashable, int | None],
-    form_of: Callable[[FamilyModule, float], int | None],
+    tries: Callable[[FamilyModule, float], int | None],
     served: Callable[[Any, int, float], type[nn.Module]],
 ) -> dict[str, int]:
     """Replace the class of normalisation modules whose weights are in `dtypes` by what `served` returns for them.
 
     Args:
         tried: the form of each kind of module that was tried, by its values; results are added.
-        form_of: tries a module; None where no form gives its numbers.
+        tries: returns the form of a module's numbers; None where there is none.
     """
     trials_of = Trials(tried)
     for module in model.modules():
@@ -88,7 +88,7 @@ def replace_norms(
         parameters = [p.kind for p in inspect.signature(kind.forward).parameters.values()]
         if parameters != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2:
             continue  # with more arguments, it may do more than normalise
-        form = trials_of.result(module, functools.partial(form_of, module, epsilon))
+        form = trials_of.result(module, functools.partial(tries, module, epsilon))
         if trials_of.count(module, form is not None):
             assert form is not None
             module.__class__ = made = served(kind, form, epsilon)
@@ -104,11 +104,17 @@ def epsilon_of(module: nn.Module) -> float | None:
     return next((epsilon for epsilon in found if isinstance(epsilon, float)), None)
 
 
-def trials(module: FamilyModule, rows: int) -> Iterator[tuple[FamilyModule, Tensor, Tensor]]:
-    """Yield a copy of a module with random weights (on ones, all forms agree), rows for it, and what it makes of them.
+def form_of(
+    module: FamilyModule,
+    rows: int,
+    run: Callable[[Tensor, Tensor, int], Tensor],
+    same: Callable[[Tensor, Tensor], bool],
+) -> int | None:
+    """Return the form with which `run` makes of rows and a weight the `same` as the module; None if no form does.
 
-    The rows are one token's, many tokens' and many tokens' heads, in the dtype and on the device of the weight. A
-    module that does something else than make rows of rows, or that fails, raises.
+    The weights are random (on ones, all forms agree). The rows are one token's, many tokens' and many tokens' heads, in
+    the dtype and on the device of the weight. A module that does something else than make rows of rows, or that fails,
+    raises.
     """
     generator = torch.Generator().manual_seed(0)
     probe = copy.deepcopy(module)
@@ -117,23 +123,22 @@ def trials(module: FamilyModule, rows: int) -> Iterator[tuple[FamilyModule, Tens
         tensor.data = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
     cols = len(module.weight)
     x = (torch.randn(rows, cols, generator=generator) * torch.logspace(-4, 4, rows)[:, None]).to(**like)
+    found = []
     for some in (x, x[rows // 2].view(1, 1, cols), x.view(2, rows // 4, 2, cols)):
         with torch.no_grad():
             wanted = probe(some)
         if not isinstance(wanted, Tensor) or wanted.dtype != x.dtype or wanted.shape != some.shape:
             raise ValueError(f"{type(module).__name__} does not make rows of rows")
-        yield probe, some, wanted
+        found.append((some, wanted))
+    agree = (form for form in FORMS if all(same(run(some, probe.weight, form), wanted) for some, wanted in found))
+    return next(agree, None)
 
 
-def _form(module: nn.Module, epsilon: float) -> int | None:
-    """The kernel's form that agrees with the module on random weights and rows; `None` if no form does."""
+def _form(module: FamilyModule, epsilon: float) -> int | None:
     if module.weight.device.type != "cpu":
         return None
-    found = list(trials(module, ROWS))
-    for form in FORMS:
-        if all(_near(norm(x, probe.weight, form, ctypes.c_double(epsilon)), wanted) for probe, x, wanted in found):
-            return form
-    return None
+    added = ctypes.c_double(epsilon)
+    return form_of(module, ROWS, lambda x, weight, form: norm(x, weight, form, added), _near)
 
 
 def _near(made: Tensor, wanted: Tensor) -> bool:

@@ -228,6 +228,12 @@ def assemble(exponents: Buffer, symbol_of: Buffer, code: Code, plane: Buffer, fp
     return np.concatenate([head, *(p.astype("<u4").view(np.uint8) for p in (*ends, patches, stream)), plane])
 
 
+def assemble_fp8(codes: Buffer, code: Code) -> Buffer:
+    """The byte string of FP8 codes, uint8 [n], by a code in which each exponent is its own symbol."""
+    nibbles = pack_nibbles((codes >> 4 & 8 | codes & 7).astype(np.uint8))
+    return assemble((codes >> 3 & 15).astype(np.uint8), code.exponent, code, nibbles, fp8=True)
+
+
 def pack_nibbles(values: Buffer) -> Buffer:
     """Values below 16, uint8 [n], two a byte, the first in the low half: uint8 [ceil(n / 2)]."""
     packed = values[0::2].copy()

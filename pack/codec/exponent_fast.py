@@ -29,11 +29,9 @@ from .exponent import (
     TILE,
     Code,
     CodedMatrix,
-    assemble,
     code_lengths,
     header,
     make_code,
-    pack_nibbles,
     parse,
 )
 
@@ -93,10 +91,17 @@ def encode_by(loops: ModuleType | None, bits: Bf16Bits, threads: int | None) -> 
     for s in range(SYMBOLS - 2, -1, -1):
         if code.length[s]:
             entry[code.exponent[s]] = codewords[s] << np.uint16(4) | np.uint16(code.length[s])
-    return encode_with(loops, bits, code, entry, threads)
+    return _encode_with(loops, bits, code, entry, threads)
 
 
-def encode_with(loops: ModuleType, bits: Bf16Bits | Codes, code: Code, entry: Bf16Bits, threads: int | None) -> Buffer:
+def encode_fp8(loops: ModuleType, codes: Codes, code: Code, threads: int | None) -> Buffer:
+    """Code FP8 codes by these compiled loops, as `exponent.assemble_fp8` does."""
+    entry = np.zeros(256, np.uint16)
+    entry[:SYMBOLS] = code.codewords().astype(np.uint16) << 4 | code.length
+    return _encode_with(loops, codes, code, entry, threads)
+
+
+def _encode_with(loops: ModuleType, bits: Bf16Bits | Codes, code: Code, entry: Bf16Bits, threads: int | None) -> Buffer:
     """Code BF16 bits or FP8 codes by a code, and by the loops' table of it (exponent_native.encode)."""
     fp8 = bits.dtype == np.uint8
     shares = _shares(-(-bits.size // TILE), threads)
@@ -218,18 +223,14 @@ def trial() -> str:
         if opened is None or opened.decode() or not np.array_equal(parts, bits):
             wrong.append(f"{name}: decoding in parts")
     codes = (uniform & 0xBF).astype(np.uint8)  # half of the exponents, so that coding gains
-    exponents = (codes >> 3 & 15).astype(np.uint8)
     counts = np.zeros(256, np.int64)
     loops.count(codes, counts)
     if not np.array_equal(counts, np.bincount(exponent.sample(codes) >> 3 & 15, minlength=256)):
         wrong.append("FP8 codes: counting")
     lengths = np.array(code_lengths([1 + 8 * (e < 8) for e in range(SYMBOLS)]), np.uint8)
     code = Code(np.arange(SYMBOLS, dtype=np.uint8), lengths)
-    entry = np.zeros(256, np.uint16)
-    entry[:SYMBOLS] = code.codewords().astype(np.uint16) << 4 | code.length
-    nibbles = pack_nibbles((codes >> 4 & 8 | codes & 7).astype(np.uint8))
-    small = assemble(exponents, code.exponent, code, nibbles, fp8=True)
-    if not np.array_equal(encode_with(loops, codes, code, entry, 1), small):
+    small = exponent.assemble_fp8(codes, code)
+    if not np.array_equal(encode_fp8(loops, codes, code, 1), small):
         wrong.append("FP8 codes: coding")
     again = np.zeros_like(codes)
     if _fails(loops, small, again) or not np.array_equal(again, codes):

@@ -18,10 +18,9 @@ from .bits import Codes
 from .exponent import (
     SYMBOLS,
     Code,
-    assemble,
+    assemble_fp8,
     code_lengths,
     decode_exponents,
-    pack_nibbles,
     parse,
     sample,
     unpack_nibbles,
@@ -50,13 +49,9 @@ def encode_by(loops: ModuleType | None, codes: Codes, threads: int | None) -> Co
         loops.count(codes, counts)
     code = _make_code(counts[:SYMBOLS])
     if loops is None:
-        nibbles = pack_nibbles((codes >> 4 & 8 | codes & 7).astype(np.uint8))
-        exponents = (codes >> 3 & 15).astype(np.uint8)
-        coded = assemble(exponents, np.arange(SYMBOLS, dtype=np.uint8), code, nibbles, fp8=True)
+        coded = assemble_fp8(codes, code)
     else:
-        entry = np.zeros(256, np.uint16)
-        entry[:SYMBOLS] = code.codewords().astype(np.uint16) << 4 | code.length
-        coded = exponent_fast.encode_with(loops, codes, code, entry, threads)
+        coded = exponent_fast.encode_fp8(loops, codes, code, threads)
     return coded if len(coded) <= MOST * codes.size else None
 
 

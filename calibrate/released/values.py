@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from moepack.pack.codec.released import E2M1
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 LARGEST = 227  # bits of an E8M0 scale of 2^100; of MXFP4, sums of products before their scales leave room below it
 _AT_ONCE = 1 << 20  # weights that are decoded at once, which bounds the float32 copies
 
@@ -54,7 +55,7 @@ def decode(
     if zeros is not None:
         unit = 16 if "int4" in version else 1
         zero = zeros.reshape(len(flat), -1).to(torch.float32) / unit
-    table = torch.tensor(E2M1)
+    table = torch.from_numpy(E2M1)
     for start in range(0, len(flat), step):
         part = slice(start, start + step)
         if version.startswith("int"):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from moepack.pack.codec import trellis
+from moepack.pack.codec.released import E2M1
 from moepack.pack.sections import BLOCK_ROWS
 from moepack.pack.spec import Matrix, Section, Version
 
 Sections = dict[str, Section]  # the sections of one matrix by kind: weight, plane0, plane1, scale, outer, zero, bias
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the values of codes from 0; bit 3 is the sign
 
 
 def sections_of(matrices: Sequence[Matrix], version: Version) -> list[Sections]:
@@ -107,5 +107,4 @@ def _floats(codes: Tensor, bits: int) -> Tensor:
     """The values of E2M1 or E4M3 codes, float32."""
     if bits == 8:
         return codes.contiguous().view(torch.float8_e4m3fn).float()
-    values = torch.tensor(E2M1 + tuple(-v for v in E2M1), device=codes.device)
-    return values[codes.int()]
+    return torch.from_numpy(E2M1).to(codes.device)[codes.int()]

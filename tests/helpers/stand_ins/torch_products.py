@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
 from moepack.pack.codec import trellis
+from moepack.pack.codec.released import E2M1
 from moepack.runtime.kernels.gemv_triton import TRELLIS
-from moepack.runtime.kernels.reference import E2M1, unpack
+from moepack.runtime.kernels.reference import unpack
 from moepack.runtime.kernels.switch_triton import SCALES
 
 _VERSION = (
@@ -137,7 +138,7 @@ def _weights(of, base: int) -> Tensor:
     if TRELLIS.value == of.MANTISSA:
         values = trellis.levels(codes.int(), of.BITS).float() - trellis.ZERO
     elif of.MANTISSA == 1:
-        values = torch.tensor(E2M1 + tuple(-v for v in E2M1))[codes.int()]
+        values = torch.from_numpy(E2M1)[codes.int()]
     elif of.MANTISSA == 3:
         values = codes.contiguous().view(torch.float8_e4m3fn).float()
     else:

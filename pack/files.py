@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 from .errors import BundleError, Kind, TargetError
 
@@ -39,6 +39,22 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise TargetError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def in_one_step(path: Path) -> Iterator[BinaryIO]:
+    """Open a file to write it in one step: a killed process leaves the former file at `path`, or the whole new one."""
+    temporary = path.with_name(path.name + ".partial")
+    try:
+        with writing(path):
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def open_file(root: Path, name: str) -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .errors import TargetError
-from .files import writing
+from .files import in_one_step
 from .manifest import MANIFEST, ExpertFileEntry, FileEntry, Manifest
 
 _AT_ONCE = 1 << 24  # bytes copied at once
@@ -114,18 +114,9 @@ def sync(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write or replace a small file in one step: a killed process leaves the old file or the new one."""
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        with writing(path):
-            with temporary.open("wb") as f:
-                f.write(data)
-                f.flush()
-                os.fsync(f.fileno())
-            temporary.rename(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    """Write or replace a small file in one step."""
+    with in_one_step(path) as file:
+        file.write(data)
 
 
 def check_room(folder: Path, target: Path, needed: int) -> None:

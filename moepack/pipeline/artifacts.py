@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from moepack.pack.errors import InputError
-from moepack.pack.files import writing
+from moepack.pack.files import in_one_step
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.safetensors_file import read_header
 from moepack.pack.spec import LOSSLESS, Version
-from moepack.pack.writer import sync
 
 from .recipe import Recipe, parse_recipe, with_native
 from .saved import write_saved
@@ -84,16 +82,8 @@ def quantised_recipe(directory: WorkDirectory) -> Recipe:
 
 def save(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write tensors to a safetensors file. A killed process leaves a whole file at `path`, or none."""
-    temporary = path.with_name(path.name + ".partial")
-    try:
-        with writing(path):
-            with temporary.open("wb") as file:
-                write_saved(file, tensors, metadata or {})
-            sync(temporary)
-            temporary.rename(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    with in_one_step(path) as file:
+        write_saved(file, tensors, metadata or {})
 
 
 def load_hidden(path: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -66,7 +66,7 @@ class _Pool:
 class _Captured:
     """A pass in a graph, and what its kernels read and write."""
 
-    graph: graphs.Graph
+    graph: torch.cuda.CUDAGraph
     given: list[Tensor]  # copies of the pass's tensors, in order
     words: Tensor | None  # the handle tables of all layers; `None` if versions never change
     counters: Counters | None

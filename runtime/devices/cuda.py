@@ -291,7 +291,7 @@ class CudaDevice(Migration):
 
     def mark(self) -> Completion:
         """Return an event on the compute stream."""
-        return StreamMark(self.gpu.mark())
+        return StreamMark(self.gpu.record())
 
     def serve(self) -> None:
         """Begin to pin extents in the background."""

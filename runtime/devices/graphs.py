@@ -9,7 +9,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 
@@ -17,13 +16,6 @@ from moepack.pack.errors import InputError
 
 VARIABLE = "MOEPACK_CUDA_GRAPH"
 MEMORY = 64 << 20  # bytes that a model's graphs may take: cuBLAS's workspace, a step's activations, executable graphs
-
-
-class Graph(Protocol):
-    """Work that was captured."""
-
-    def replay(self) -> None:
-        """Issue the work on the current stream, with the addresses that it was captured with."""
 
 
 def wanted() -> bool:
@@ -63,7 +55,9 @@ def outside(device: torch.device) -> int:
     return int(total - free - torch.cuda.memory_reserved(device))
 
 
-def capture(run: Callable[[], None], device: torch.device, beside: Any = None) -> Graph:
+def capture(
+    run: Callable[[], None], device: torch.device, beside: torch.cuda.CUDAGraph | None = None
+) -> torch.cuda.CUDAGraph:
     """Capture what `run` issues, which does not take place; other threads may go on with work of their own.
 
     Each device has one stream for captures, which take turns there. torch's own context has one stream a process, that

@@ -78,12 +78,8 @@ class TorchGpu:
 
         return decode(jobs)
 
-    def record(self, timed: bool = False) -> torch.cuda.Event:
-        """Record an event on the current stream."""
-        event = torch.cuda.Event(enable_timing=timed)
+    def record(self) -> torch.cuda.Event:
+        """Record an event on the current stream, by default the calling thread's compute stream."""
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-    def mark(self) -> torch.cuda.Event:
-        """Record an event on the calling thread's compute stream."""
-        return self.record()

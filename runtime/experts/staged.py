@@ -32,7 +32,7 @@ class Gpu(Protocol):
     def wait(self, event: torch.cuda.Event) -> None:
         """Let that stream wait for an event; the host does not."""
 
-    def mark(self) -> torch.cuda.Event:
+    def record(self) -> torch.cuda.Event:
         """Return an event that occurs when the work issued so far has ended."""
 
 
@@ -62,7 +62,7 @@ class Stage:
             try:
                 yield self._rows, self._words
             finally:
-                self._last = gpu.mark()
+                self._last = gpu.record()
 
 
 class StagedLayer:

@@ -300,17 +300,14 @@ class FakeGpu:
         self._issue("decode", work, *(job.out for job in jobs))
         return status
 
-    def record(self, timed: bool = False) -> FakeEvent:
-        stream = self._stream.name
+    def record(self) -> FakeEvent:
+        stream = getattr(self._stream, "name", None) or "compute"
         return FakeEvent(self, stream, len(self._work[stream]))
 
     def finish(self):
         with self.lock:
             for stream, work in self._work.items():
                 self.carry_out(stream, len(work))
-
-    def mark(self) -> FakeEvent:
-        return FakeEvent(self, "compute", len(self._work["compute"]))
 
     def carry_out(self, stream: str, issued: int):
         with self.lock:

@@ -150,7 +150,7 @@ def test_events_behind_copies(fake):
         with context:
             assert fake.now == 1 and fake.stream[1] == stream
             one.record()
-    one.mark()
+    one.record()
     assert fake.done[2:] == [("event", 1, s) for s in ("copies", "decoder", "default")]
 
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moepack.pack.spec import Version
+from moepack.pack.spec import Version, align
 
 from .factor import Factored, factor
 from .grid import Quantised, fix_scale, fix_zero, join
@@ -70,7 +70,7 @@ def quantise_widths(
 
 def wide_rows(rows: int) -> int:
     """Round `rows` up to a multiple of LANE, so that a version's codes do not depend on the other versions."""
-    return -(-rows // LANE) * LANE
+    return align(rows, LANE)
 
 
 def experts_at_once(rows: int, cols: int, widths: int, experts: int, device: str = "cpu") -> int:

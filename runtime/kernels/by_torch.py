@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from moepack.pack.isa import emulated
+from moepack.pack.spec import align
 
 ROWS = 256  # rows of weights at a time: 1 MiB of BF16 at 2,048 columns, half a core's second-level cache
 TOKENS = 512  # tokens at a time; the weights are unpacked again for the next ones
@@ -55,7 +56,7 @@ def of_packed(cols: int, unpack: Callable[[Tensor, int], None]) -> Weights:
 
     def rows(first: int, last: int, dtype: torch.dtype) -> Tensor:
         nonlocal tile
-        wide = -(-(last - first) // 16) * 16
+        wide = align(last - first, 16)
         if tile.dtype != dtype or tile.shape != (cols, wide):  # else in the same memory: new pages cost a tenth
             tile = torch.empty(cols, wide, dtype=dtype)
         unpack(tile, first)

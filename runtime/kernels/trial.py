@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moepack.pack.encodings.base import SCALE_BITS
-from moepack.pack.spec import Matrix, Version, encoding_of
+from moepack.pack.spec import Matrix, Version, align, encoding_of
 
 from . import affine_native as native
 from .dense_native import PLAIN_FORM, HeadMatrices, KernelMatrix, attend
@@ -101,7 +101,7 @@ def _wrong_form(version: Version, extent: Tensor, random: np.random.Generator) -
             if _differs(out, want, allowed):
                 yield f"products of {str(dtype).removeprefix('torch.')}{' in tiles' if limits is not None else ''}"
         if not plain:
-            rows = -(-MATRIX.rows // 16) * 16
+            rows = align(MATRIX.rows, 16)
             unpacked = torch.full((MATRIX.cols, rows), math.nan, dtype=dtype)
             native.unpack(forms, 0, 0, extent, unpacked, threads=1)
             if _differs(unpacked[:, : MATRIX.rows].T, weights.to(dtype).double().numpy(), allowed):

@@ -26,7 +26,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from moepack.families.arguments import attends_by_name, cache_in, with_cache
 from moepack.families.model_class import model_of
-from moepack.pack.spec import ExpertLayer, Matrix
+from moepack.pack.spec import ExpertLayer, Matrix, align
 from moepack.runtime.experts import backends
 from moepack.runtime.kernels.by_torch import FLOATS, attend_by_groups, bytes_beside
 from moepack.runtime.kv.forms import PLAIN_KV
@@ -401,7 +401,7 @@ def _product(x: Tensor, m: Matrix, tokens: int, top_k: int, kind: str) -> Tensor
     """
     out = x.new_empty(tokens * top_k, m.rows)
     if kind == "triton":
-        width = -(-m.cols // 128) * 128
+        width = align(m.cols, 128)
         terms = 1 if x.dtype == torch.bfloat16 else 3
         # what `arrange` makes: activations in BF16 numbers, and sums of groups, which have 16 columns at the least
         beside = [x.new_empty(terms, len(x), width, dtype=torch.bfloat16), x.new_empty(width // 16, len(x)).float()]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from moepack.families.arguments import cache_of, caches_in, inputs, uses_cache
 from moepack.pack.errors import InputError
+from moepack.pack.spec import align
 from moepack.runtime.kv.sizes import cache_bytes, static_length
 from moepack.runtime.kv.static import cached_tokens
 from moepack.runtime.planning.exceeded import BudgetExceeded
@@ -96,7 +97,7 @@ class KvBudget:
             step = self._step(1)
             total = self._reserve.held + self._reserve.coming
             now = time.monotonic()
-            keep = _up(needed, step) + step if needed else 0
+            keep = align(needed, step) + step if needed else 0
             if total <= keep + step * bool(needed):
                 self._needed_at = now
             elif now - self._needed_at > LINGER:
@@ -231,7 +232,7 @@ class KvBudget:
         needed = self._beyond(mine)
         if needed and needed <= reserve.most:
             total = reserve.held + reserve.coming
-            wanted = min(reserve.most, _up(needed, step) + step)
+            wanted = min(reserve.most, align(needed, step) + step)
             if needed + step // 2 > total and wanted > total:
                 for size in filter(None, (wanted - total, max(0, needed - total))):
                     with contextlib.suppress(MemoryError):
@@ -296,7 +297,3 @@ class KvBudget:
             "more than is held back for activations: beside the experts at their least and other caches the budget of "
             f"{self._budget} bytes has {max(0, room)}, which holds {fitting} tokens{running}"
         )
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step

@@ -120,8 +120,7 @@ FEW: dict[str, tuple[str, ...]] = {
     "moepack/pipeline/test_identity.py::test_a_stopped_build_then": ("[_keep_hidden-1]",),
     "runtime/residency/test_sequences.py::test_guesses": ("[lookup]",),
     "runtime/planning/test_skeleton.py::test_kv_bytes": ("[gpt_oss]", "[qwen3_next]"),
-    "pack/test_exponent.py::test_mutated": ("[1-1]",),
-    "pack/test_fp8_codec.py::test_mutated": ("[1-1]",),
+    "pack/test_exponent.py::test_mutated": ("[attack-1-1]",),
     # Each shape of a model with each kind of budget
     "whole/test_combinations.py::test_every_way_gives_the_same": (
         "[static-None-False-w8-16]", "[static:allocation-least-False-w4-8]", "[hotness-3000000-True-None-k8v4]",

@@ -6,7 +6,7 @@ import multiprocessing
 import numpy as np
 import pytest
 import torch
-from codec_mutations import attack
+from codec_mutations import attack, attack_fp8
 from exponent_inputs import KINDS, draw, every_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -176,10 +176,10 @@ def test_damaged_tile_is_refused(change, decode):
         decode(data, 10007)
 
 
-@pytest.mark.parametrize("count, overrun", [(3000, 0), (1, 1)])
-def test_mutated_streams_never_reach_outside(count, overrun):
+@pytest.mark.parametrize("run, count, overrun", [(attack, 3000, 0), (attack, 1, 1), (attack_fp8, 1500, 0)])
+def test_mutated_streams_never_reach_outside(run, count, overrun):
     """In a process of its own, which a bad access ends; a decoder that writes one weight too far is detected."""
-    child = multiprocessing.get_context("spawn").Process(target=attack, kwargs={"count": count, "overrun": overrun})
+    child = multiprocessing.get_context("spawn").Process(target=run, args=(count, overrun))
     child.start()
     child.join()
     assert (child.exitcode == 0) == (not overrun)

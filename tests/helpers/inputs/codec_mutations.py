@@ -89,14 +89,14 @@ def attack_extent(version: Version, matrices: tuple[Matrix, ...], extent, count:
     return refused, count - refused
 
 
-def attack(count: int, overrun: int = 0):
+def attack(count: int, overrun: int):
     """Decode `count` mutated streams of BF16 weights, on every level in turn. `overrun` plants a fault."""
     kinds = ("gaussian", "cauchy", "uniform", "constant")
     whole = [(n, exponent_fast.encode(draw(kind, n, n))) for n in SIZES for kind in kinds]
     _on_every_level(whole, np.dtype(np.uint16), exponent_fast.decode_into, count, overrun)
 
 
-def attack_fp8(count: int, overrun: int = 0):
+def attack_fp8(count: int, overrun: int):
     """Decode `count` mutated streams of FP8 codes, on every level in turn."""
     rng = np.random.default_rng(1)
     whole: list[tuple[int, np.ndarray[Any, Any]]] = []

@@ -85,6 +85,9 @@ def test_where_direct_reads_are_refused_the_page_cache_keeps_nothing(file, monke
         assert direct_rate(fd, 2, PAGE) is None
         monkeypatch.undo()
         assert not is_cached(fd, 0, SIZE) and (direct_rate(fd, 2, PAGE) or 1) > 0
+        patch.setattr(os, "O_DIRECT", os.O_DIRECTORY)  # by which this file cannot be opened
+        with contextlib.closing(PageFile(fd)) as unopened:
+            assert not unopened.direct and np.array_equal(read(unopened, 0, SIZE), data)
 
 
 def test_a_header_brings_no_extent_into_the_page_cache(bundle, tmp_path):

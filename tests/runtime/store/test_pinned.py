@@ -1,10 +1,8 @@
 """Pinned host memory: the chain of ways to have it, filling in the background, damage, limits, letting go."""
 
 import contextlib
-import errno
 import gc
 import os
-import random
 import threading
 import time
 from pathlib import Path
@@ -18,6 +16,7 @@ from moepack.pack.reader import open_bundle
 from moepack.runtime.store import filling, pinning
 from moepack.runtime.store.cudart import PORTABLE, READ_ONLY, CudaError, Cudart
 from moepack.runtime.store.files import BackingStore
+from moepack.runtime.store.page_file import PageFile
 from moepack.runtime.store.pinned import HostStore, plan_pieces
 from moepack.runtime.store.pinning import Mode
 
@@ -154,44 +153,12 @@ def test_the_real_library_has_these_symbols():
 # --- reading
 
 
-@pytest.mark.parametrize(
-    ("how", "kinds"),
-    [
-        ("whole pages", {True}),
-        ("parts of pages", {True, False}),
-        ("reads are refused", {True, False}),
-        ("opening is refused", {False}),
-    ],
-)
-def test_short_reads_and_refused_direct_reads(opened, how, kinds, monkeypatch):
-    real_open, real_read = os.open, os.preadv
-    direct = set()
-    asked = []
-
-    def opening(path, flags, *rest, **more):
-        if how == "opening is refused" and flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "refused")
-        fd = real_open(path, flags, *rest, **more)
-        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
-        return fd
-
-    def reading(fd, parts, at):
-        is_direct = fd in direct
-        asked.append(is_direct)
-        if is_direct:
-            assert at % 4096 == len(parts[0]) % 4096 == 0, "a direct read of parts of pages"
-            if how == "reads are refused":
-                raise OSError(errno.EINVAL, "refused")
-        if how == "parts of pages":
-            return min(1000, real_read(fd, parts, at))
-        return real_read(fd, [parts[0][: random.choice((4096, 8192) if is_direct else (1000, 4096, 5000))]], at)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", opening)
-        patch.setattr(os, "preadv", reading)
-        patch.setattr("moepack.runtime.store.page_file.is_cached", lambda *_: False)
-        host = filled(opened, FakeCudart(NO_MAPPINGS))
-    assert check(host, opened) == set(PLACES) and set(asked) == kinds
+def test_files_are_read_past_the_page_cache(opened, monkeypatch):
+    """Each extent in requests of PageFile, which test_page_file.py tests."""
+    read, real = [], PageFile.read
+    monkeypatch.setattr(PageFile, "read", lambda file, part, at: read.append(len(part)) or real(file, part, at))
+    host = filled(opened, FakeCudart(NO_MAPPINGS))
+    assert check(host, opened) == set(PLACES) and sum(read) == size_of(opened)
     host.close()
 
 

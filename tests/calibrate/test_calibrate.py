@@ -14,7 +14,7 @@ from moepack.calibrate.gather import LayerTokens, expert_tokens, gather_batch
 from moepack.calibrate.stream import StreamedModel
 from moepack.pack.spec import Version
 from moepack.quantize import crossfit, expert_batch
-from moepack.quantize.expert_batch import Settings, batch_moments, expert_batches, quantise_batch
+from moepack.quantize.expert_batch import Settings, expert_batches, quantise_batch
 from moepack.quantize.grid import Quantised, dequantise
 from moepack.quantize.losses import loss
 from moepack.quantize.methods import quantise_all
@@ -145,22 +145,6 @@ def test_experts_with_few_tokens_are_no_worse_than_rounding(stream):
                 got = output(module, unseen, [dequantise(q, version)[item.index] for q in item.quantised])
                 error[method] = loss(exact, got, torch.ones(2000)).relative
             assert error["gptq"] <= 1.02 * error["rtn"], (version.name, expert, error)
-
-
-def test_what_moments_are_made_of(stream):
-    """Routed tokens: against sums written out."""
-    experts = stream.experts(1, range(16))
-    g = torch.Generator().manual_seed(0)
-    chosen = torch.stack([torch.zeros(3000), torch.randint(1, 16, (3000,), generator=g)], 1).to(torch.int32)
-    x, gates = torch.randn(3000, 128, generator=g), torch.rand(3000, 2, generator=g)
-    observation = Observation(x, chosen, gates, 100)
-    settings = Settings("gptq", (Version.of("w2", 64),))
-    two, cpu = range(2), torch.device("cpu")
-    batch = gather_batch(stream.experts_module(1), experts.select(two), two, observation, settings, cpu)
-    made = batch_moments(batch)[0][0].mean()
-    kept = torch.arange(3000) // 100 % 16 != 15  # every token's first choice is expert 0: it is measured on the others
-    routed = x[kept].double()
-    assert torch.allclose(made.double(), routed.T @ routed / len(routed), atol=1e-4)
 
 
 def test_starved_experts_take_a_fallback_that_does_better(stream, monkeypatch):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from released import decoded, same
+from released import same
 from released_kinds import KINDS
 from safetensors.torch import load_file, save_file
 from support import Notes, build_from, edit_config, edit_tensors
@@ -136,36 +136,3 @@ def test_gpt_oss_code_for_code(demo_model, text, tmp_path):
     export_checkpoint(tmp_path / "b", tmp_path / "again")
     before, after = (load_file(path / "model.safetensors") for path in (coded, tmp_path / "again"))
     assert before.keys() == after.keys() and all(same(after[name], tensor) for name, tensor in before.items())
-
-
-def fp8(codes, scales, block):
-    tensors = {"w.weight": codes, "w.weight_scale_inv": scales}
-    return decoded({"quant_method": "fp8", "weight_block_size": list(block)}, tensors)["w.weight"]
-
-
-def mxfp4(blocks, scales):
-    return decoded({"quant_method": "mxfp4"}, {"w_blocks": blocks, "w_scales": scales})["w"]
-
-
-def test_fp8_agrees_with_transformers():
-    """Where every block is whole, which is what transformers can decode; batched as fused experts are."""
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    rng = torch.Generator().manual_seed(0)
-    codes = torch.randn(3, 256, 384, generator=rng).mul(100).to(torch.float8_e4m3fn)
-    scales = torch.rand(3, 2, 3, generator=rng) / 1000
-    got = fp8(codes, scales, (128, 128))
-    for e in range(3):
-        want = Fp8Dequantize(None)._dequantize_one(codes[e], scales[e], torch.bfloat16)
-        assert torch.equal(got[e].view(torch.int16), want.view(torch.int16))
-
-
-def test_mxfp4_agrees_with_transformers():
-    """All codes at all exponents from BF16's least normal numbers to the largest scale that is read."""
-    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 1, 16).repeat(4, 1, 7, 1)
-    rng = torch.Generator().manual_seed(0)
-    scales = torch.randint(4, 227, (4, 16, 7), generator=rng, dtype=torch.uint8)
-    got, want = mxfp4(blocks, scales), by_transformers(blocks, scales)
-    assert got.shape == want.shape == (4, 224, 16) and torch.equal(got, want)
-    exact = mxfp4(blocks, scales).double()
-    assert set((exact / 2.0 ** exact.abs().log2().floor()).abs().nan_to_num(0).unique().tolist()) == {0.0, 1.0, 1.5}

@@ -181,27 +181,6 @@ def test_the_model_is_let_go_at_once(bundle, policy, memory):
         gc.enable()
 
 
-def test_passes_at_once_count_together(bundle):
-    """Each within the workload, and all of them beyond it: the second waits for the first, or finds room."""
-    tight = load(bundle, "static:w2", room=0, prefill_tokens=256)
-    watch, inside, most = tight.moepack.caches, threading.Semaphore(0), []
-
-    def slow(*_):
-        most.append(len(watch._passes))
-        inside.release()
-        time.sleep(0.4)
-
-    tight.model.layers[0].register_forward_pre_hook(slow)
-    at_once(lambda _: tight(ids(256), use_cache=False), 3)
-    assert max(most) == 1 and watch.waits >= 2
-    wide = load(bundle, "static:w2", room=40_000_000, prefill_tokens=256)
-    watch, most = wide.moepack.caches, []
-    wide.model.layers[0].register_forward_pre_hook(slow)
-    at_once(lambda _: wide(ids(256), use_cache=False), 3)
-    assert max(most) > 1 and watch.waits == 0
-    wait_for(lambda: wide.moepack.tracker.held("kv") == 0, watch.settle)  # given back once it is not needed
-
-
 # --- what a pass is given, and asked to return
 
 

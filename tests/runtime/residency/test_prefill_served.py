@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from live_models import at, ids, least, load, logits, ours, wait_for
+from live_models import ids, least, load, logits, ours, wait_for
 from support import load_for_logits
 
 from moepack.pack.errors import InputError
@@ -49,20 +49,6 @@ def test_host_and_device_compute_the_same_bits(bundle, tmp_path, dtype):
         assert torch.equal(got, logits(plain, ids(seed, size)))
         settle(model)
     assert model.moepack.counters()["forward_waits"] == 0 and model.moepack.counters()["host_bytes"] > 0
-
-
-def test_a_growing_cache_lessens_k(bundle):
-    """The budget's bytes go to the cache; the experts that leave get a width on the host, not the least there is."""
-    model = load(bundle, "prefill:bits=3,selector=no", room=ROOM)
-    live = model.moepack.manager
-    high = at(model, "bf16")
-    live.each_round = lambda: None  # nobody gives back what no cache needs
-    live.grow_kv(800_000)
-    wait_for(lambda: live.transitions.kv_bytes == 800_000)
-    settle(model)
-    names = [name for row in model.moepack.versions for name in row]
-    assert 0 < names.count("bf16") < high and set(names) == {"bf16", "w3@host"}
-    assert live.tracker.peak <= live.plan.budget
 
 
 def test_too_little_host_memory_is_refused_with_the_least(bundle):

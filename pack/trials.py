@@ -9,11 +9,9 @@ of the trial and of the references that it imports, the processor, the level, an
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import functools
 import hashlib
-import json
 import logging
 import platform
 import sys
@@ -23,11 +21,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from .user_files import cache_path, read_own, write_whole
+from .user_files import remembered
 
 Trial = Callable[[], str]  # a function of a module; returns what differs from the reference, in words, or ""
-LARGEST = 1 << 20  # bytes of the file
-KEPT = 64  # findings in the file, of all processors, levels and libraries
 LONGEST = 300  # characters of a finding
 # Lines of /proc/cpuinfo that tell processors apart, and none that differs between starts of one machine.
 _FACTS = (
@@ -110,35 +106,20 @@ def _leave_out(what: str, why: str) -> None:
 
 def _finding(library: Path, level: str, trial: Trial) -> str:
     """Return what is remembered of a library at a level; else what the trial finds now, which is then remembered."""
-    key = _key(library, level, trial)
-    known = _read()
-    if key in known:
-        return known[key]
-    with ThreadPoolExecutor(1, "moepack-trial") as pool:  # the caller's thread may be in one of torch's modes
-        found = pool.submit(trial).result()[:LONGEST]
-    kept = dict(list((_read() | {key: found}).items())[-KEPT:])
-    with contextlib.suppress(OSError):  # a read-only or full disk: the next process tries again
-        if (file := cache_path("trials.json")) is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(file, json.dumps(kept, indent=1) + "\n")
-    return found
 
+    def tried() -> str:
+        with ThreadPoolExecutor(1, "moepack-trial") as pool:  # the caller's thread may be in one of torch's modes
+            return pool.submit(trial).result()[:LONGEST]
 
-def _read() -> dict[str, str]:
-    """The findings by key, the latest last; empty where the file is malformed, or not this user's own."""
-    file = cache_path("trials.json")
-    try:
-        found = {} if file is None else json.loads(read_own(file, LARGEST))
-        entries = found.items() if isinstance(found, dict) else ()
-        return {k: v for k, v in entries if isinstance(v, str) and len(v) <= LONGEST}
-    except (OSError, ValueError, RecursionError):
-        return {}
-
-
-def _key(library: Path, level: str, trial: Trial) -> str:
     parts = [hashlib.sha256(file.read_bytes()).hexdigest() for file in (library, *_sources(trial))]
     version = sys.modules[__name__.partition(".")[0]].__version__  # the package's, which has imported this module
-    return hashlib.sha256(json.dumps([*parts, processor(), level, version]).encode()).hexdigest()
+    return remembered("trials", [*parts, processor(), level, version], _words, tried)
+
+
+def _words(document: object) -> str:
+    if not isinstance(document, str) or len(document) > LONGEST:
+        raise ValueError("no finding")
+    return document
 
 
 def _sources(trial: Trial) -> list[Path]:

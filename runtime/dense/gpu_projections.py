@@ -24,9 +24,8 @@ from moepack.runtime.step.context import PackedCache
 from .borrowed import SPECIAL, Attention
 from .gpu_modules import FLOATS
 from .linears import FamilyModule, learns
-from .norms import described
 from .packed import PackedLinear, joined
-from .projections import KNOWN, MAPS, NEEDED, NORMS, Projections, Ways, serve_projections
+from .projections import KNOWN, MAPS, NEEDED, NORMS, Projections, Ways, norms_of, serve_projections
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -154,13 +153,11 @@ def _place(module: FamilyModule, shared: int) -> GpuProjections | None:
     """Return what a module's launch reads; `None` for a module that it does not fit."""
     maps = [module._modules.get(name) for name in MAPS]
     norms = [module._modules.get(name) for name in NORMS]
-    found = tuple(None if m is None else described(m) for m in norms)
+    found = norms_of(module, *NORMS)
     kinds = {type(m) for m in maps}
     dtype = next((m.weight.dtype for m in (*norms, *maps) if hasattr(m, "weight")), module.config.dtype)
-    if kinds not in ({nn.Linear}, {PackedLinear}) or dtype not in FLOATS:
+    if kinds not in ({nn.Linear}, {PackedLinear}) or dtype not in FLOATS or found is None:
         return None
-    if any(m is not None and f is None for m, f in zip(norms, found, strict=True)):
-        return None  # a norm that the kernel does not reproduce
     weights = [_weight_of(m) for m in (*maps, *(m for m in norms if m is not None))]
     if any(w is None for w in weights) or len({w.device for w in weights}) != 1:
         return None
@@ -171,7 +168,7 @@ def _place(module: FamilyModule, shared: int) -> GpuProjections | None:
     if any(f is not None and len(f.weight) != module.head_dim for f in found):
         return None  # of all heads together
     read = {name: m for name, m in zip((*MAPS, *NORMS), (*maps, *norms), strict=True) if m is not None}
-    return GpuProjections(module, read, found, bool(shared), dtype)
+    return GpuProjections(module, read, tuple(found), bool(shared), dtype)
 
 
 def _biased(module: FamilyModule) -> bool:

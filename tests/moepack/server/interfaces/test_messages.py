@@ -1,4 +1,4 @@
-"""The Messages interface: messages, the order of a stream's events, tools, errors; also by Anthropic's client."""
+"""The Messages interface: messages, the order of a stream's events, tools, errors. `make conformance` has a client."""
 
 import json
 import urllib.error
@@ -214,21 +214,3 @@ def test_a_key_as_anthropics_clients_send_it(running, monkeypatch):
         post(f"{running.url}/v1/messages", ASKED, x_api_key="wrong")
     assert caught.value.code == 401 and json.load(caught.value)["error"]["type"] == "authentication_error"
     assert post(f"{running.url}/v1/messages", ASKED, x_api_key="secret")
-
-
-def test_the_client(exact):
-    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed")
-    client = anthropic.Anthropic(base_url=exact.url, api_key="none", max_retries=0)
-    asked = {**ASKED, "extra_body": {"temperature": 0.0}}
-    del asked["temperature"]  # which newer clients have no name for
-    out = client.messages.create(**asked)
-    assert out.content[0].text == ask(exact)["content"][0]["text"] and out.usage.output_tokens == 8
-    with client.messages.stream(**asked) as stream:
-        assert "".join(stream.text_stream) == out.content[0].text
-        assert stream.get_final_message().stop_reason == "max_tokens"
-    choice = {"type": "tool", "name": "time"}
-    with client.messages.stream(**{**asked, "max_tokens": 200}, tools=[TIME], tool_choice=choice) as stream:
-        assert stream.get_final_message().content[0].input == {"zone": "utc"}
-    assert client.messages.count_tokens(model=NAME, messages=SAID).input_tokens == out.usage.input_tokens
-    with pytest.raises(anthropic.BadRequestError, match="temperature"):
-        client.messages.create(**{**asked, "extra_body": {"temperature": 3}})

@@ -23,7 +23,7 @@ test-all: $(VENV)/.dev-installed
 
 # Two at a time: what they print is no measurement. They begin without what a user's cache holds; one that takes longer
 # than ten minutes says where each of its threads stands. The suite runs gpu_day and resources.
-NAMES ?= cache codec contexts families hostile kernels limited peers policies quality quantise real residency serve start
+NAMES ?= cache codec contexts families hostile kernels limited peers policies quantise real residency serve start
 benchmarks-quick: $(VENV)/.dev-installed
 	cache=$$(mktemp -d) && trap 'rm -rf '$$cache EXIT && export XDG_CACHE_HOME=$$cache && printf '%s\n' $(NAMES) | xargs -P 2 -I{} sh -c \
 	    'timeout --signal=ABRT --kill-after=30 600 $(PY) -X faulthandler -m benchmarks.{} --quick >$$XDG_CACHE_HOME/{}.txt 2>&1; \

@@ -101,10 +101,10 @@ def build(checkpoint: Path, bundle: Path, recipe: str, calibration: Sequence[str
     return bundle
 
 
-def built(args: argparse.Namespace, bundle: Path, versions: str, samples: int, method: str = "gptq") -> Path:
+def built(args: argparse.Namespace, bundle: Path, versions: str, samples: int) -> Path:
     """A bundle of the model at these versions, calibrated on so many windows of 256 tokens."""
     calibration = f"calibration: {{samples: {samples}, length: 256, batch_size: 16}}"
-    recipe = f"versions: [{versions}]\nquantize: {{method: {method}}}\n{calibration}"
+    recipe = f"versions: [{versions}]\nquantize: {{method: gptq}}\n{calibration}"
     return build(args.checkpoint, bundle, recipe, args.calibration or ())
 
 

@@ -47,8 +47,8 @@ METHOD = "rtn"
 # of the text that tables are made on: tokens of a window, windows of a topic
 WINDOW = 512
 WINDOWS = 8
-# Relative losses of an expert in the tables: those of a trained model (tiny-qwen3-moe by GPTQ, `benchmarks.quality`),
-# because policies weigh them, and random weights lose an order of magnitude more.
+# Relative losses of an expert in the tables: those of a trained model (tiny-qwen3-moe by GPTQ), because policies weigh
+# them, and random weights lose an order of magnitude more.
 LOSSES = {"bf16": 0.0, "mxfp4": 0.0, "w4": 0.0020, "w2": 0.0325}
 _STEPS = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # between the magnitudes of E2M1
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

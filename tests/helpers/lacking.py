@@ -84,7 +84,7 @@ def refusals(folder: Path, checkpoint: str, text: str, bundle: str) -> dict[str,
     out: dict[str, Any] = {name: cli(*words) for name, words in asked.items()}
     try:
         answer(bundle, response_format={"type": "json_object"})
-    except AssertionError as error:  # by `ask`, of a status
+    except AssertionError as error:  # by `complete`, of a status
         out["schema"] = str(error)
     hide(SERVE)
     return out | {"serve": cli("serve", bundle)}

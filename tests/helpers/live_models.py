@@ -17,8 +17,8 @@ import torch
 from support import PATIENCE, at_once, load_for_logits
 from transformers import AutoModelForCausalLM
 
+from benchmarks.common import least_budget
 from moepack.pack.reader import open_bundle
-from moepack.runtime.planning.exceeded import TooSmallError
 from moepack.runtime.planning.plan import Plan
 
 FAST = "hotness:hi=bf16,lo=w2,between=no,prior=none,interval=0.02,rate=0,margin=0,slack=0"
@@ -28,9 +28,7 @@ ROOM = 1_900_000  # for three quarters of the experts at bf16, beside all at w2
 
 def least(bundle: Path, policy: str = FAST, **options) -> int:
     """The smallest budget that would do."""
-    with pytest.raises(TooSmallError) as refused:
-        load(bundle, policy, 1000, **options)
-    return refused.value.least
+    return least_budget(lambda budget: load(bundle, policy, budget, **options))
 
 
 def load(bundle: Path, policy: str = FAST, budget: int | None = None, room: int = ROOM, **options):

@@ -16,6 +16,7 @@ from support import PATIENCE, ROOT, at_once, build_from, damage, flip, ids, load
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import moepack
+from benchmarks.common import least_budget
 from moepack.engines.served import ServedBundle, options_in, run_layer
 from moepack.pack.errors import BundleError, InputError
 from moepack.runtime.planning.exceeded import TooSmallError
@@ -62,16 +63,9 @@ def no_environment(monkeypatch):
         monkeypatch.delenv(f"MOEPACK_{name}", raising=False)
 
 
-def least(load):
-    """The smallest budget that `load` takes."""
-    with pytest.raises(TooSmallError) as refused:
-        load(1000)
-    return refused.value.least
-
-
 def in_budget(bundle, policy=FAST, room=ROOM):
     """A bundle served in the least budget and so much room."""
-    enough = least(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
+    enough = least_budget(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
     return ServedBundle(bundle, {"policy": policy, "device_memory": enough + room})
 
 
@@ -192,7 +186,7 @@ def test_too_small_a_budget_is_refused_with_the_least(bundle, policy):
     def serve(budget):
         return ServedBundle(bundle, {"policy": policy, "device_memory": budget})
 
-    enough, version = least(serve), "w4" if policy == "static:w4" else "w1"
+    enough, version = least_budget(serve), "w4" if policy == "static:w4" else "w1"
     sizes = [
         serve(enough).bundle.manifest.version(version).resident_size(x.matrices) * x.experts
         for x in serve(enough).layers
@@ -216,8 +210,8 @@ def test_logits_are_those_of_hotness_with_the_same_map(bundle, monkeypatch):
     monkeypatch.setenv("MOEPACK_DENSE_KERNELS", "off")
     policy = "hotness:interval=1e9"
     served = in_budget(bundle, policy)
-    beside = least(lambda budget: load_for_logits(bundle, policy=policy, device_memory=budget))
-    beside -= least(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
+    beside = least_budget(lambda budget: load_for_logits(bundle, policy=policy, device_memory=budget))
+    beside -= least_budget(lambda budget: ServedBundle(bundle, {"policy": policy, "device_memory": budget}))
     wanted = load_for_logits(bundle, policy=policy, device_memory=served.plan.budget + beside)
     with torch.no_grad():  # a cache would take room from the experts of `wanted`
         assert torch.equal(stand_in(served)(ids()).logits, wanted(ids(), use_cache=False).logits)

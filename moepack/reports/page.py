@@ -69,7 +69,6 @@ def write_page(path: str | Path, facts: JsonObject, out: Path) -> None:
         _losses(bundle, tables),
         _routing(tables),
         _widths(bundle),
-        _phases(bundle.manifest.provenance.get("phases")),
         _origin(bundle.manifest.provenance),
     ]
     text = (
@@ -162,17 +161,6 @@ def _widths(bundle: Bundle) -> str:
     rows = [[str(layer.index), *(str(row.count(n)) for n in names)] for layer, row in layers]
     said = _paragraph(f"Experts at each version, by layer, under {chosen.name}:")
     return f"<h2>Versions chosen</h2>{said}{_table(('layer', *names), rows)}"
-
-
-def _phases(found: object) -> str:
-    """Show time and memory of the build, if its record has a list of `name`, `seconds` and `peak_bytes`."""
-    rows = []
-    for item in found if isinstance(found, list) else ():
-        item = _object(item)
-        seconds, peak = (item.get(k) for k in ("seconds", "peak_bytes"))
-        shown = (f"{v:,}" if isinstance(v, int) and not isinstance(v, bool) else "" for v in (seconds, peak))
-        rows.append([_text(item.get("name", "")), *shown])
-    return f"<h2>The build</h2>{_table(('phase', 'seconds', 'peak bytes'), rows)}" if rows else ""
 
 
 def _origin(provenance: Mapping[str, object]) -> str:

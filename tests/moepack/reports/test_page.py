@@ -70,7 +70,6 @@ def test_it_says_what_inspect_says(bundle, tmp_path):
     chosen = page.words[page.words.index("Versions chosen") :]
     counts = [int(w) for w in chosen[chosen.index("w1") + 1 :][: 6 * facts["moe_layers"]]]  # a layer, five versions
     assert [sum(counts[i + 1 : i + 6]) for i in range(0, len(counts), 6)] == [16] * facts["moe_layers"]
-    assert "The build" not in page.words, "its record has no times"
     assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
     with pytest.raises(InputError, match=r"a report is a \.html"):
         write_page(bundle, facts, tmp_path / "report.pdf")
@@ -97,15 +96,14 @@ def test_hostile_words_stay_words(damaged, edit_manifest, tmp_path, monkeypatch)
         m["provenance"] = {
             "checkpoint": {"name": evil, "id": [evil]}, "recipe": evil, "tools": {evil: evil},
             "calibration": {"sources": [evil, 3], "samples": evil, "length": None},
-            "phases": [{"name": evil, "seconds": evil, "peak_bytes": 12345}, 7, evil],
         }  # fmt: skip
 
     edit_manifest(damaged, change)
     text, page = page_of(damaged, tmp_path / "report.html")
     assert "<script" not in text and "src=x" not in text.replace("&lt;img src=x", "") and "onerror='" not in text
-    assert sum("alert(1)" in word for word in page.words) >= 6 and "12,345" in page.words
+    assert sum("alert(1)" in word for word in page.words) >= 6
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # pictures tell nothing of the provenance
     for odd in ("text", [], 3, {"sources": "x"}):
         edit_manifest(damaged, lambda m, odd=odd: m.update(provenance=dict.fromkeys(
-            ("checkpoint", "calibration", "phases", "recipe", "tools", "shrunk"), odd)))  # fmt: skip
+            ("checkpoint", "calibration", "recipe", "tools", "shrunk"), odd)))  # fmt: skip
         page_of(damaged, tmp_path / "report.html")

@@ -199,7 +199,7 @@ class WorkDirectory:
             self._reporter.step(marker.parent.relative_to(self.path).as_posix())
             try:
                 damaged = _damaged(marker.parent, self.read(marker) or {})
-            except (TypeError, AttributeError):  # of JSON that no build wrote
+            except (KeyError, TypeError, AttributeError):  # of JSON that no build wrote
                 damaged = [marker]
             for path in damaged:
                 self.drop(path)
@@ -244,9 +244,8 @@ def _damaged(piece: Path, note: JsonObject) -> list[Path]:
     """The files of a finished piece that do not have the bytes that were written, or are not there."""
     entries = _layer_files(note)
     wrong = [name for name, entry in entries.items() if not is_whole(piece / name, entry)]
-    if _SAVED in note:  # else an older moepack wrote the piece, without checksums
-        saved = _safetensors(piece) - entries.keys() | {*note[_SAVED]}
-        wrong += [name for name in saved if not is_as_saved(piece / name)]
+    saved = _safetensors(piece) - entries.keys() | {*note[_SAVED]}
+    wrong += [name for name in saved if not is_as_saved(piece / name)]
     return [piece / name for name in sorted(wrong)]
 
 

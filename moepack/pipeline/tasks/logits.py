@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moepack.pack.errors import InputError
 from moepack.pack.layer_file import LayerFile
 from moepack.pack.manifest import ExpertFileEntry
 from moepack.pack.spec import ExpertLayer, Version, lossy
@@ -39,9 +38,6 @@ def logits_tables(
     from moepack.calibrate.logits import divergences
     from moepack.calibrate.stream import StreamedModel
 
-    path = work.piece("calibrate", None, PROBE)
-    if not path.exists():
-        raise InputError(f"{work.path}: was calibrated before losses were weighed by logits: calibrate anew, --fresh")
     stream = StreamedModel(open_checkpoint(record["checkpoint"]))
     described = {x.index: x for x in layers}
     measured = lossy(tuple(stages))
@@ -50,7 +46,7 @@ def logits_tables(
     def values(layer: int, version: int) -> list[torch.Tensor]:
         return version_values(work, described[layer], measured[version], stages[measured[version]])
 
-    ids = load_file(path)["ids"]
+    ids = load_file(work.piece("calibrate", None, PROBE))["ids"]
     found = divergences(stream, ids, len(measured), values, lambda _: reporter.step("layer"))
     out = {}
     for layer, row in found.items():

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from moepack.pack.spec import encoding_of
+from moepack.shared.progress import duration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,7 +52,7 @@ def render(e: Estimate) -> Table:
     rows["windows a batch"] = f"{e.batch_size}"
     rows |= {"on disk meanwhile": e.on_disk} if e.on_disk else {}
     rows |= {f"time, {part}": f"{took:,.1f} s" for part, took in e.seconds.items()}
-    rows["time, all about"] = _duration(sum(e.seconds.values()))
+    rows["time, all about"] = duration(sum(e.seconds.values()))
     for row in rows.items():
         table.add_row(*row)
     return table
@@ -60,9 +61,3 @@ def render(e: Estimate) -> Table:
 def _bytes(e: Estimate, version: str, size: int) -> str:
     """Bytes of a version's files; "about" where only encoding would tell."""
     return f"{'about ' * bool(e.outline and encoding_of(version).entropy_coded)}{size:,}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 7200:
-        return f"{seconds:,.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
-    return f"{seconds / 3600:,.1f} h"

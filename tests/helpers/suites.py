@@ -45,7 +45,6 @@ FULL: dict[str, str] = {
     "runtime/kernels/test_affine_native.py::test_without_the_extension": "a process; kernels/test_by_torch",
     "benchmarks/test_limited.py::test_a_refusal_is_a_row": "a process in a cage",
     "moepack/pipeline/test_executors.py::test_batches_made_at_once": "three builds, 23 s; executors change rarely",
-    "moepack/server/interfaces/test_messages.py::test_the_client": "their client; the other tests send what it sends",
     "moepack/test_hub.py::test_a_released_checkpoint": "a build from a Hub; whole/test_native builds from a folder",
     "moepack/test_hub.py::test_eval_and_generate": "processes; test_load_by_hub_id",
     "moepack/pipeline/test_outline.py::test_bytes_of_released": "a model of 43 layers; test_shapes_agree",
@@ -64,7 +63,6 @@ FULL: dict[str, str] = {
     "moepack/test_generation.py::test_a_chat_on_a_gpu": "interpreted; the other tests generate on the CPU",
     "runtime/dense/test_on_gpu.py::test_maps_of_one_input": "interpreted; test_every_encoding",
     # Products, and what the same code passes elsewhere
-    "moepack/server/test_kept_states.py::test_kept_states_are_in": "server/test_prefixes; the other tests of states",
     "runtime/paging/test_in_place.py::test_the_same_bits": "paging/test_paging; test_steps_take_turns",
     "whole/test_quality.py::test_perplexity[shared]": "the larger model; the example's",
     "whole/test_quality.py::test_losses[shared]": "the larger model, which is built; the example's",

@@ -8,16 +8,15 @@ import pytest
 import torch
 from arithmetic import said
 from kept_prompts import MOST, STEP, SYSTEM, model_of, read, scheduled
-from live_models import least, wait_for
-from support import PATIENCE, load_for_logits
-from tiny_models import WITH_STATES, build_tiny
+from live_models import wait_for
+from support import PATIENCE
+from tiny_models import WITH_STATES
 
 from moepack.runtime.planning.exceeded import BudgetExceeded
 from moepack.server.batching.engine import Engine, StepInput
 from moepack.server.batching.packed_cache import Alike, CacheShape, PackedKvCache
 
 FAMILIES = ("qwen3_next", *WITH_STATES)
-RTN = "versions: [bf16, w4]\nquantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 4}\n"
 
 
 def states_of(engine, prompt):
@@ -204,24 +203,3 @@ def test_any_mix_of_requests_is_answered_as_without(chunks, asked, tmp_path):
     wait_for(lambda: not one.scheduler.running and not one.scheduler.waiting)
     assert one.machine.kept_bytes <= most and refused and one.scheduler.health()["ok"]
     assert bool(one.scheduler.totals.prefix_hits) == (chunks > 0)
-
-
-def test_kept_states_are_in_the_budget_and_leave_first(asked, tmp_path, demo_model, text):
-    """A budget that holds few states beyond a request's: every request is answered, and the peak stays below it."""
-    room = {"prefill_tokens": STEP, "all_logits": False, "kv_tokens": 2048}
-    bundle = build_tiny("qwen3_next", tmp_path, RTN, demo_model, text, max_position_embeddings=1024)
-    budget = least(bundle, "uniform", **room)
-    model = load_for_logits(bundle, policy="uniform", device_memory=budget, **room)
-    with model.moepack as served:
-        one = asked(model, MOST, sequences=4)
-        engine, most = one.machine, 0
-        for turn in range(2):
-            prompt = [1 + turn + n * 7 % 900 for n in range(300)]
-            for _ in range(2):
-                assert one.answers([prompt], 3)
-                wait_for(lambda: not one.scheduler.running)
-            assert engine.kept_bytes == engine.cache_bytes
-            most = max(most, engine.kept_bytes)
-        assert len(one.answers([[n + 1] * 150 for n in range(4)], 6)) == 4
-        assert one.scheduler.totals.failed == 0 and one.scheduler.totals.prefix_hits > 0
-        assert most > engine._shape().fixed and served.resident_bytes_peak <= served.budget_bytes

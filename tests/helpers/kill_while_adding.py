@@ -1,14 +1,13 @@
 """Kill the adding of a version at its steps, see what is there: `kill_while_adding.py KEPT DIR`.
 
 KEPT holds a bundle "b" and the work directory "w" it was built in. A step is whatever Python's audit hooks tell of the
-file system, in a forked child. It is killed before each step around the moment at which the bundle is replaced, and
-before steps chosen by chance until then. Prints how often the old bundle was there afterwards, and how often the new.
+file system, in a forked child. It is killed before each step around the moment at which the bundle is replaced. Prints
+how often the old bundle was there afterwards, and how often the new.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import sys
@@ -23,7 +22,7 @@ from moepack.pipeline.add import add
 
 STEPS = ("open", "os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
 EXCHANGE = ("ctypes.dlsym", "renameat2")
-AROUND, OTHERS = 5, 3  # steps before and after the exchange, and chosen by chance
+AROUND = 5  # steps before and after the exchange
 
 
 def adding(root: Path, kill: int | None, log: Path | None = None) -> bool:
@@ -58,39 +57,34 @@ def main():
     """Kill, look, go on."""
     kept, directory = map(Path, sys.argv[1:])
     torch.set_num_threads(1)
-    root, log = directory / "at", directory / "steps"
+    root, log, quantised = directory / "at", directory / "steps", directory / "quantised"
     shutil.copytree(kept, root)
     old = tree(root / "b")
-    add(root / "b", root / "w", ["w1"])  # imports and compiles what is needed
-    counts, total, chance = {False: 0, True: 0}, 0, random.Random(0)
-    quantised = directory / "quantised"
-    for start in (kept, quantised):  # everything, then only what follows quantising
-        restart(start, root)
-        adding(root, None, log)
-        new, steps = tree(root / "b"), log.read_text().split("\n")
-        log.unlink()
-        # The first exchange is the check that there can be one.
-        exchange = max(i for i, name in enumerate(steps) if name == EXCHANGE[1])
-        near = range(exchange - AROUND, min(len(steps), exchange + AROUND))
-        kills = near if start == quantised else chance.sample(range(exchange), OTHERS)
-        if start != quantised:
-            shutil.copytree(root / "w", quantised / "w")
-            shutil.copytree(kept / "b", quantised / "b")
-        for number, kill in enumerate(kills):
-            restart(start, root)
-            if not adding(root, kill):
-                raise SystemExit(f"was not killed at step {kill} of {len(steps)}")
-            found, total = tree(root / "b"), total + 1
-            if found not in (old, new):
-                raise SystemExit(f"killed before step {kill} ({steps[kill]}): neither the old bundle nor the new one")
-            counts[found == new] += 1
-            if number % 5 == 0 or kill in (exchange, exchange + 1):
-                adding(root, None)
-                if tree(root / "b") != new:
-                    raise SystemExit(f"killed before step {kill} and run again: other bytes")
-                if found != new and sorted(p.name for p in root.iterdir()) != ["b", "w"]:
-                    raise SystemExit(f"killed before step {kill} and run again: {sorted(root.iterdir())}")
-    print(f"killed {total} times: old and new", counts[False], counts[True])
+    add(root / "b", root / "w", ["w2"])  # imports and compiles what is needed
+    shutil.copytree(root / "w", quantised / "w")  # from here on only what follows quantising is done again
+    shutil.copytree(kept / "b", quantised / "b")
+    restart(quantised, root)
+    adding(root, None, log)
+    new, steps = tree(root / "b"), log.read_text().split("\n")
+    # The first exchange is the check that there can be one.
+    exchange = max(i for i, name in enumerate(steps) if name == EXCHANGE[1])
+    kills = range(exchange - AROUND, min(len(steps), exchange + AROUND))
+    counts = {False: 0, True: 0}
+    for number, kill in enumerate(kills):
+        restart(quantised, root)
+        if not adding(root, kill):
+            raise SystemExit(f"was not killed at step {kill} of {len(steps)}")
+        found = tree(root / "b")
+        if found not in (old, new):
+            raise SystemExit(f"killed before step {kill} ({steps[kill]}): neither the old bundle nor the new one")
+        counts[found == new] += 1
+        if number % 5 == 0 or kill in (exchange, exchange + 1):
+            adding(root, None)
+            if tree(root / "b") != new:
+                raise SystemExit(f"killed before step {kill} and run again: other bytes")
+            if found != new and sorted(p.name for p in root.iterdir()) != ["b", "w"]:
+                raise SystemExit(f"killed before step {kill} and run again: {sorted(root.iterdir())}")
+    print(f"killed {len(kills)} times: old and new", counts[False], counts[True])
 
 
 def restart(start: Path, root: Path):

@@ -23,21 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "ggml_quantize_chunk": (_Z, (_I, _P, _P, _L, _L, _L, _P)),
     "ggml_quantize_requires_imatrix": (ctypes.c_bool, (_I,)),
-    "ggml_get_type_traits": (_P, (_I,)),
 }
-
-
-class _Traits(ctypes.Structure):
-    """The beginning of struct ggml_type_traits."""
-
-    _fields_ = [
-        ("type_name", ctypes.c_char_p),
-        ("blck_size", _L),
-        ("blck_size_interleave", _L),
-        ("type_size", _Z),
-        ("is_quantized", ctypes.c_bool),
-        ("to_float", ctypes.CFUNCTYPE(None, _P, _P, _L)),
-    ]
 
 
 class Ggml:
@@ -80,13 +66,4 @@ class Ggml:
             counts = np.ones(cols, np.float32)
         address = None if counts is None else counts.ctypes.data
         self.quantize_chunk(kind.number, weight.ctypes.data, out.ctypes.data, 0, rows, cols, address)
-        return out
-
-    def dequantise(self, packed: Bytes, kind: GgmlType, cols: int) -> npt.NDArray[np.float32]:
-        """The values of rows, float32 [..., cols]."""
-        out = np.empty((*packed.shape[:-1], cols), np.float32)
-        traits = ctypes.cast(self.get_type_traits(kind.number), ctypes.POINTER(_Traits)).contents
-        if traits.type_size != kind.size or traits.blck_size != kind.block:
-            raise ValueError(f"{kind.name}: blocks of {traits.blck_size} in {traits.type_size} bytes, not as foreseen")
-        traits.to_float(packed.ctypes.data, out.ctypes.data, out.size)
         return out

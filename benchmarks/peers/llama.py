@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
 
 from benchmarks.common import Row
 from benchmarks.limited.weights import to_float
@@ -74,16 +76,19 @@ def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDA
 
 def write_tensors(source: Source, config: Row, out: str, mix: str, kinds: int) -> int:
     """Write tensors as GGUF, the experts of a layer repeating after `kinds`; return the file's bytes."""
-    gguf = importlib.import_module("gguf")
     plan = tensors(config, mix)
     part = f"{out}.{os.getpid()}"
-    writer = gguf.GGUFWriter(part, "qwen3moe")
+    writer = GGUFWriter(part, "qwen3moe")
     for key, value in metadata(config, CONTEXT).items():
-        put = writer.add_uint32 if isinstance(value, int) else writer.add_float32
-        (writer.add_string if isinstance(value, str) else put)(key, value)
+        if isinstance(value, str):
+            writer.add_string(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        else:
+            writer.add_float32(key, value)
     for t in plan:
         kind = TYPES[t.type]
-        raw = None if kind.name == "F32" else gguf.GGMLQuantizationType(kind.number)
+        raw = None if kind.name == "F32" else GGMLQuantizationType(kind.number)
         shape, dtype = (t.shape, np.dtype(np.float32)) if raw is None else (t.byte_shape, np.dtype(np.uint8))
         size = int(np.prod(t.byte_shape)) if raw is not None else 4 * int(np.prod(t.shape))
         writer.add_tensor_info(t.name, shape, dtype, size, raw)
@@ -238,7 +243,7 @@ def quantised(path: str, out: str, encoding: str) -> float:
 
     def one(e: int) -> npt.NDArray[np.float32]:
         packed = _ggml().quantise(weight[e], kind, importance[e])
-        return _ggml().dequantise(packed, kind, weight.shape[-1])
+        return dequantize(packed, GGMLQuantizationType(kind.number))
 
     with ThreadPoolExecutor(threads()) as workers:
         np.save(out, np.stack(list(workers.map(one, range(len(weight))))))

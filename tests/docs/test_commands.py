@@ -119,10 +119,9 @@ def quick_start(tmp_path_factory):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """The Hub library speaks to a stand-in."""
-    server, _, address = serve()
-    point(monkeypatch, address, tmp_path / "hub")
-    yield
-    server.shutdown()
+    with serve() as (_, address):
+        point(monkeypatch, address, tmp_path / "hub")
+        yield
 
 
 @pytest.mark.usefixtures("hub")

@@ -85,7 +85,6 @@ def killed(child):
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory):
     """The Hub library speaks to a stand-in. One picture is drawn, and all cards have it."""
-    server, hub, address = serve()
     cache, draw, drawn = tmp_path_factory.mktemp("hub"), upload.plot, tmp_path_factory.mktemp("drawn") / "losses.png"
 
     def plot(path, out):
@@ -93,11 +92,10 @@ def clients(tmp_path_factory):
             draw(path, drawn)
         shutil.copy(drawn, out)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with serve() as (hub, address), pytest.MonkeyPatch.context() as patch:
         point(patch, address, cache)
         patch.setattr(upload, "plot", plot)
         yield Client(hub, cache)
-    server.shutdown()
 
 
 @pytest.fixture

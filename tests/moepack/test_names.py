@@ -77,11 +77,10 @@ def test_what_can_only_be_a_path(to, bundle, tmp_path):
 
 
 def test_with_a_hub_that_has_none(to, bundle, tmp_path):
-    server, _, address = serve()
-    to(address)
-    for call in commands("no/such", bundle, tmp_path / "out")[:5]:
-        assert "no such repository on the Hub" in said(call)
-    server.shutdown()
+    with serve() as (_, address):
+        to(address)
+        for call in commands("no/such", bundle, tmp_path / "out")[:5]:
+            assert "no such repository on the Hub" in said(call)
 
 
 def test_what_was_downloaded_is_found_without_a_hub(to, tmp_path):

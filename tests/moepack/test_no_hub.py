@@ -1,10 +1,7 @@
 """HF_ENDPOINT may name a server that is no Hub: a command then ends in one line that names it, and what to do."""
 
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
 import pytest
-from hub_stand_in import point
+from hub_stand_in import Handler, point, serve
 from support import cli, refused
 
 PAGE = ("text/html", b"<!doctype html><title>Hello</title>")
@@ -32,28 +29,14 @@ def address(answer, tmp_path, monkeypatch):
     """Of a server that gives the same answer to every request."""
     status, kind, body = ANSWERS[answer]
 
-    class Handler(BaseHTTPRequestHandler):
+    class Same(Handler):
         def _any(self):
-            self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
+            self._body()
+            self._send(body, status, {"Content-Type": kind})
 
-        do_GET = do_POST = do_PUT = do_HEAD = _any
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    there = f"http://127.0.0.1:{server.server_address[1]}"
-    point(monkeypatch, there, tmp_path / "hub")
-    yield there
-    server.shutdown()
-    server.server_close()
+    with serve(Same) as (_, there):
+        point(monkeypatch, there, tmp_path / "hub")
+        yield there
 
 
 @pytest.mark.parametrize(("command", "answer"), CASES)

@@ -8,13 +8,14 @@ asked for, and the connection can be cut inside an answer or before one.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -253,7 +254,10 @@ class Handler(BaseHTTPRequestHandler):
         sent = None if found is None or self.command == "HEAD" else self.hub.cut_after.pop(found)
         self._send(data, status, head, sent)
 
-    do_GET = do_POST = do_PUT = do_HEAD = _any
+    def do_GET(self):
+        self._any()
+
+    do_POST = do_PUT = do_HEAD = do_GET
 
 
 class Server(ThreadingHTTPServer):
@@ -302,9 +306,13 @@ def without_waits(patch: pytest.MonkeyPatch) -> list[float]:
     return waits
 
 
-def serve() -> tuple[ThreadingHTTPServer, Hub, str]:
-    """Start a server on a free port of the loopback; returns it, its state and its address."""
+@contextlib.contextmanager
+def serve(handler: type[Handler] = Handler) -> Iterator[tuple[Hub, str]]:
+    """A server on a free port of the loopback: its state and its address."""
     hub = Hub()
-    server = Server(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    return server, hub, f"http://127.0.0.1:{server.server_address[1]}"
+    with Server(("127.0.0.1", 0), type("BoundHandler", (handler,), {"hub": hub})) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield hub, f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()

@@ -15,13 +15,11 @@ from moepack.pack.errors import InputError
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory, of_zeros):
     """Holds someone/symmetric and someone/fractional."""
-    server, hub, address = serve()
-    with pytest.MonkeyPatch.context() as patch:
+    with serve() as (hub, address), pytest.MonkeyPatch.context() as patch:
         point(patch, address, tmp_path_factory.mktemp("hub"))
         for zeros in ("symmetric", "fractional"):
             hub.files[f"someone/{zeros}"] = tree(of_zeros(zeros))
         yield hub
-    server.shutdown()
 
 
 def got(hub):

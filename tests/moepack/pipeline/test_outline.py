@@ -97,11 +97,9 @@ def test_shapes_agree_with_the_weights(demo_model, text, tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    server, hub, address = serve()
-    point(monkeypatch, address, tmp_path / "cache")
-    yield hub
-    server.shutdown()
-    server.server_close()
+    with serve() as (hub, address):
+        point(monkeypatch, address, tmp_path / "cache")
+        yield hub
 
 
 def test_headers_on_the_hub_are_enough(hub, demo_model, text, tmp_path):

@@ -217,7 +217,6 @@ def fp8_report(checkpoint: Path, runs: int) -> tuple[list[Row], list[Target]]:
 
 
 def main() -> None:
-    """Parse arguments, measure, print."""
     parser = arguments(__doc__)
     parser.add_argument("--checkpoint", type=Path, default=EXAMPLES / "mini-qwen3-moe", help="for sizes")
     args = parser.parse_args()

@@ -167,7 +167,6 @@ def draw(out: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Parse arguments, draw or write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=IMAGES, help="where they go")
     parser.add_argument("--tables", action="store_true", help="write the tables instead")

@@ -179,7 +179,6 @@ def targets(name: str, errors: Errors, seconds: dict[str, float], is_generated: 
 
 
 def main() -> None:
-    """Parse arguments, quantise, measure, print."""
     args = model_arguments(__doc__).parse_args()
     versions = [Version.of(v, GROUP) for v in WIDTHS]
     shapes = ((256, 512), (512, 256)) if args.quick else ((1536, 2048), (2048, 768))

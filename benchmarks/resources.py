@@ -262,7 +262,6 @@ def show_loops(json: Path | None) -> None:
 
 
 def main() -> None:
-    """Compile, compare, print."""
     parser = arguments(__doc__)
     parser.add_argument("--loops", action="store_true", help="count instructions a weight instead")
     args = parser.parse_args()

@@ -44,7 +44,6 @@ def timed(command: list[str]) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Parse arguments, measure, print."""
     parser = arguments(__doc__)
     parser.add_argument("bundle", nargs="?", help="without it a small one is built")
     parser.add_argument("--memory", help="predict tokens a second in this limit, and measure them")

@@ -145,7 +145,6 @@ def probed() -> Row:
 
 
 def main() -> None:
-    """Parse arguments; measure, or be a child."""
     parser = arguments(__doc__)
     parser.add_argument("--only", nargs="+", choices=list(STAGES), default=[], help="stages; default: all")
     parser.add_argument("--match", nargs="+", metavar="ROW", default=[], help="only rows with this in their names")

@@ -200,7 +200,6 @@ def judged(rows: Sequence[Row]) -> list[Target]:
 
 
 def main() -> None:
-    """Parse arguments, measure, print."""
     parser = arguments(__doc__)
     parser.add_argument("--tokens", action="append", type=int, help="default: 1, 4, 16 and 512")
     parser.add_argument("--version", action="append", help="default: all")

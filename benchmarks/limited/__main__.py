@@ -88,7 +88,6 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Parse arguments, make or measure, print."""
     args = parsed()
     shape = SHAPES[args.shape]
     try:

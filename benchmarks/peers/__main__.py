@@ -38,7 +38,6 @@ DISK = 12e9  # bytes that the files of the model may take
 
 
 def main() -> None:
-    """Parse arguments, install, measure, print."""
     parser = arguments(__doc__)
     parser.add_argument("--checkpoint", action="append", type=Path, help="default: examples/mini-qwen3-moe")
     parser.add_argument("--calibration", action="append", help="text to make moments from")

@@ -85,7 +85,6 @@ def at_budgets(session: Session, best: Decoded, shares: Sequence[float], work: P
 
 
 def main() -> None:
-    """Parse arguments, build, serve, print."""
     parser = model_arguments(__doc__)
     args = parser.parse_args()
     quiet_libraries()

@@ -37,7 +37,6 @@ WORKERS = 2  # branches trained at a time, 3 GB each beside 5 GB
 
 
 def main() -> None:
-    """Parse arguments, make, measure."""
     parser = arguments(__doc__)
     parser.add_argument("--make", action="store_true", help="train and save it; two cores take 20 minutes to an hour")
     parser.add_argument("--source", type=Path, help="the released GGUF file, where it cannot be fetched")

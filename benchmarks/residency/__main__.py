@@ -28,7 +28,6 @@ from .quality import WINDOWS, quality
 
 
 def main() -> None:
-    """Parse arguments, build, serve, print."""
     parser = model_arguments(__doc__)
     args = parser.parse_args()
     quiet_libraries()

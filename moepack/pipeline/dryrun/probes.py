@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 PROBED = 4  # small experts quantised together
 WIDE = 512  # the most columns of their matrices
+STEP = 64  # of which these are a multiple
 ROWS = 256  # rows of a matrix that is encoded as a sample
 TOKENS = 1024  # of a probed product
 
@@ -38,8 +39,8 @@ def operations(hidden: int, dtype: torch.dtype, device: torch.device) -> float:
     return 2.0 * TOKENS * weight.numel() / took
 
 
-def small_experts(layer: ExpertLayer, few: int, transposed: bool, step: int = 64) -> ExpertWeights:
-    """Random experts like a layer's, with fewer rows and columns, a multiple of `step`."""
+def small_experts(layer: ExpertLayer, few: int, transposed: bool) -> ExpertWeights:
+    """Random experts like a layer's, with fewer rows and columns, a multiple of STEP."""
     import torch
 
     from moepack.calibrate.experts import ExpertWeights
@@ -47,7 +48,7 @@ def small_experts(layer: ExpertLayer, few: int, transposed: bool, step: int = 64
     first = layer.matrices[0]
     second = layer.matrices[-1]
     share = min(1.0, WIDE / max(first.cols, second.cols))
-    hidden, inner = (max(step, int(share * cols) // step * step) for cols in (first.cols, second.cols))
+    hidden, inner = (max(STEP, int(share * cols) // STEP * STEP) for cols in (first.cols, second.cols))
     rows = inner * first.rows // second.cols, hidden
     matrices = tuple(replace(m, rows=r, cols=c) for m, r, c in zip(layer.matrices, rows, (hidden, inner), strict=True))
     shapes = [(few, m.cols, m.rows) if transposed else (few, m.rows, m.cols) for m in matrices]

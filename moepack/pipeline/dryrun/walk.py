@@ -210,7 +210,7 @@ class DryRun:
         settings = batch_settings(self._recipe)
         batches = expert_batches(layer, settings)
         transposed = bool(self._stream.experts_module(layer.index).is_transposed)
-        few = small_experts(layer, min(PROBED, len(batches[0])), transposed, 64)
+        few = small_experts(layer, min(PROBED, len(batches[0])), transposed)
         widest, narrow = (max(m.cols for m in x.matrices) for x in (layer, few.layer))
         tokens = self._windows * self._length * self._top_k // layer.experts  # of an expert in a build
         tokens = max(1, tokens * narrow // widest)

@@ -215,28 +215,6 @@ def at_once(work: Callable[[int], object], count: int):
         raise errors[0]
 
 
-def open_files() -> set[tuple[str, str]]:
-    """Descriptors of this process; what other tests left may go at any time."""
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the descriptor of this listing
-            found.add((entry.name, str(entry.readlink())))
-    return found
-
-
-def smaps(first: int, last: int, what: str = "Rss") -> tuple[int, int]:
-    """Bytes, by the system's account, of the mappings that overlap a range, and how many mappings they are."""
-    total = mappings = inside = 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            begin, end = (int(x, 16) for x in found.groups())
-            inside = begin < last and first < end
-            mappings += inside
-        elif inside and line.startswith(f"{what}:"):
-            total += int(line.split()[1]) * 1024
-    return total, mappings
-
-
 @contextlib.contextmanager
 def files_of_at_most(size: int):
     """A limit on the size of files that are written, which stands in for a full disk."""
@@ -282,32 +260,6 @@ def random_matrix(m: Matrix, version: Version, seed: int) -> AffineMatrix:
     if version.scale_bits == 8:  # from 2^-9 to 2^-1
         scale = (118 * 128 + 4 * rng.integers(0, 256, scale.shape)).astype(np.uint16)
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
-
-
-def layer_error(module, tokens: int, dtype: str, g) -> float:
-    """The relative error of a served layer's experts for random inputs, against plain torch in float32."""
-    import torch
-
-    from moepack.runtime.experts.forward import reference_forward
-    from moepack.runtime.experts.handles import LayerCall
-
-    layer = module._moepack.of.layer
-    x = torch.randn(tokens, layer.matrices[0].cols, generator=g).to(getattr(torch, dtype))
-    index = torch.stack([torch.randperm(layer.experts, generator=g)[:2] for _ in range(tokens)])
-    gates = torch.rand(tokens, 2, generator=g)
-    with torch.no_grad():
-        got = module(x, index, gates).float()
-        want = reference_forward(LayerCall(module, module._moepack.current, x.float(), index, gates))
-    return float((got - want).norm() / want.norm())
-
-
-def exported_down(bundle: Path, out: Path, layer: int, expert: int):
-    """An expert's `down` of a checkpoint that is exported from a bundle's w4."""
-    from safetensors.torch import load_file
-
-    assert cli("export", bundle, "-o", out, "--to", "checkpoint", "--bits", "4")[0] == 0
-    tensors = {k: v for f in out.glob("*.safetensors") for k, v in load_file(f).items()}
-    return tensors[f"model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"]
 
 
 def tree(root: Path) -> dict[str, bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from support import ROOT, cli, edit_tensors, flip, ok, refused
+from support import ROOT, cli, edit_config, edit_tensors, flip, ok, refused
 
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
@@ -166,10 +166,6 @@ def checkpoint(demo_model, tmp_path):
     return Path(shutil.copytree(demo_model, tmp_path / "checkpoint"))
 
 
-def edit_json(path, **changes):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
 def shard(checkpoint):
     """Cut the checkpoint into two shards with an index."""
     from safetensors.torch import load_file, save_file
@@ -186,7 +182,11 @@ def shard(checkpoint):
 
 
 def configured(**changes):
-    return lambda c: edit_json(c / CONFIG, **changes)
+    return lambda c: edit_config(c, **changes)
+
+
+def indexed(places):
+    return lambda c: (shard(c), (c / INDEX).write_text(json.dumps({"weight_map": places})))
 
 
 def make_dense(checkpoint):
@@ -203,10 +203,8 @@ BAD_CHECKPOINTS = {
     "no weights": (lambda c: (c / "model.safetensors").unlink(), ("model.safetensors",)),
     "truncated weights": (lambda c: os.truncate(c / "model.safetensors", 100_000), ("model.safetensors", "download")),
     "missing shard": (lambda c: (shard(c), (c / "model-1.safetensors").unlink()), ("model-1.safetensors", "missing")),
-    "index outside": (
-        lambda c: (shard(c), edit_json(c / INDEX, weight_map={"a": "../../x"})), ("'../../x'",)
-    ),
-    "index not an index": (lambda c: (shard(c), edit_json(c / INDEX, weight_map=3)), ("index",)),
+    "index outside": (indexed({"a": "../../x"}), ("'../../x'",)),
+    "index not an index": (indexed(3), ("index",)),
     "expert tensor missing": (
         lambda c: edit_tensors(c, lambda t: t.pop("model.layers.1.mlp.experts.5.up_proj.weight")),
         ("model.layers.1.mlp.experts",),

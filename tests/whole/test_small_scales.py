@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from support import build_from, cli, exported_down, layer_error
+from safetensors.torch import load_file
+from support import build_from, cli
 
 import moepack
+from moepack.export import Wanted, export
 from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import Matrix, Version
@@ -14,6 +16,8 @@ from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import quantise_all
 from moepack.reports.inspect import inspect
 from moepack.reports.verify import verify
+from moepack.runtime.experts.forward import reference_forward
+from moepack.runtime.experts.handles import LayerCall
 
 RECIPE = """
 versions: [bf16, w4, w3d4, w2, w1]
@@ -55,6 +59,18 @@ def test_a_bundle_of_them(made):
     assert "scales of w4, w3d4, w2, w1 have a byte" in " ".join(cli("inspect", made / "8")[1].split())
 
 
+def layer_error(module, tokens, dtype, g):
+    """The relative error of a served layer's experts for random inputs, against plain torch in float32."""
+    layer = module._moepack.of.layer
+    x = torch.randn(tokens, layer.matrices[0].cols, generator=g).to(getattr(torch, dtype))
+    index = torch.stack([torch.randperm(layer.experts, generator=g)[:2] for _ in range(tokens)])
+    gates = torch.rand(tokens, 2, generator=g)
+    with torch.no_grad():
+        got = module(x, index, gates).float()
+        want = reference_forward(LayerCall(module, module._moepack.current, x.float(), index, gates))
+    return float((got - want).norm() / want.norm())
+
+
 @pytest.mark.parametrize(("kernels", "dtype"), [("native", "float32"), ("native", "bfloat16"), ("triton", "float32")])
 def test_served_logits_are_those_of_its_weights(made, dtype, kernels, monkeypatch):
     """Against a layer whose experts are the dequantised weights in torch."""
@@ -74,7 +90,9 @@ def test_exports_have_the_same_weights(made, tmp_path):
     opened = open_bundle(made / "8")
     index = opened.layers[1].index
     down = opened.expert("w4", index, 3).torch()["down"].bfloat16()
-    assert torch.equal(exported_down(made / "8", tmp_path / "plain", index, 3), down)
+    export(made / "8", tmp_path / "plain", wanted=Wanted(bits="4"))
+    tensors = load_file(tmp_path / "plain" / "model.safetensors")
+    assert torch.equal(tensors[f"model.layers.{index}.mlp.experts.3.down_proj.weight"], down)
 
 
 def test_other_formats_have_the_same_weights(short_model, text, tmp_path):

@@ -1,29 +1,72 @@
 """`export --to gguf`, read by the gguf package and by transformers."""
 
+import ctypes
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from ctypes import c_int64, c_void_p
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_models
 import torch
-from gguf_llama import greedy, library, llama_python, packages
 from gguf_reading import Reading, whole
 from live_models import wait_for
 from native_checkpoints import released, small
 from support import NATIVE, ROOT, Notes, build_from, cli, ok, refused, tree
 
 import moepack
+from benchmarks.peers import environments
 from moepack.export import Wanted, export
 from moepack.export.gguf.tokens import tokenizer
 from moepack.pack.reader import open_bundle
 
 SMALL = NATIVE.partition("\n")[2].partition("\n")[2]  # the recipe without its versions
 BF16, Q8_0, Q4_0, MXFP4, Q1_0 = 30, 8, 2, 39, 41
+GREEDY = """
+import sys
+from llama_cpp import Llama
+model = Llama(sys.argv[1], n_ctx=64, n_threads=1, verbose=False)
+ids = model.tokenize(b"The history of", add_bos=False)
+out = []
+for token in model.generate(ids, top_k=1, temp=0.0):
+    out.append(token)
+    if len(out) == 8:
+        break
+print(*out)
+"""
+
+
+def packages():
+    """The folder of packages that llama_cpp is in: this interpreter's, or the benchmarks' own; None without it."""
+    found = importlib.util.find_spec("llama_cpp")
+    if found is not None and found.origin is not None:
+        return Path(found.origin).parent.parent
+    python = environments.installed(environments.LLAMA)
+    place = [] if python is None else python.parent.parent.glob("lib/python*/site-packages/llama_cpp")
+    return next((p.parent for p in place), None)
+
+
+def library(name):
+    """One of llama.cpp's libraries."""
+    place = packages()
+    return None if place is None else ctypes.CDLL(str(place / "llama_cpp" / "lib" / f"lib{name}.so"))
+
+
+def llama_python():
+    """An interpreter that imports llama_cpp."""
+    if importlib.util.find_spec("llama_cpp") is not None:
+        return Path(sys.executable)
+    return environments.installed(environments.LLAMA)
+
+
+def greedy(python, file):
+    """The first eight tokens that llama.cpp's model goes on with."""
+    done = subprocess.run([python, "-c", GREEDY, file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 def same_experts(read, bundle, version):
@@ -84,7 +127,7 @@ def test_one_bit_in_groups_of_128(demo_model, text, tmp_path):
     assert same_experts(file.tensor, bundle, "w1")
     if (ggml := library("ggml-base")) is not None:
         raw, out = file.tensors["blk.0.ffn_down_exps.weight"].data.copy(), np.empty((4, 128, 128), np.float32)
-        ggml.dequantize_row_q1_0(*(c_void_p(a.ctypes.data) for a in (raw, out)), c_int64(out.size))
+        ggml.dequantize_row_q1_0(*(ctypes.c_void_p(a.ctypes.data) for a in (raw, out)), ctypes.c_int64(out.size))
         assert np.array_equal(out[3], bundle.expert("w1", 0, 3).numpy()["down"])
     if (python := llama_python()) is not None:
         assert len(greedy(python, tmp_path / "out" / "model.gguf").split()) == 8

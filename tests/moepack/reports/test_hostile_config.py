@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hostile_edits import Victim, in_time, one_line
-from support import for_logits
+from support import edit_config, for_logits
 from transformers import GenerationConfig
 
 import moepack
@@ -51,10 +51,6 @@ def model(demo_model, tmp_path):
     return Path(shutil.copytree(demo_model, tmp_path / "model"))
 
 
-def reconfigured(model, **changes):
-    (model / CONFIG).write_text(json.dumps(json.loads((model / CONFIG).read_text()) | changes))
-
-
 def config(**changes):
     def edit(v):
         v.rewrite(CONFIG, json.dumps({**json.loads((v.path / CONFIG).read_text()), **changes}).encode())
@@ -92,7 +88,7 @@ def test_a_config_is_refused_in_a_line(name, victim):
 
 
 def test_a_checkpoints_config_is_refused_in_a_line(model, text, tmp_path):
-    reconfigured(model, vocab_size=10**12)
+    edit_config(model, vocab_size=10**12)
     refuses(
         lambda: generate(model, "The"),
         lambda: evaluate(model, [str(text)], samples=1),
@@ -111,7 +107,7 @@ UNFIT = (  # one for each kind of error, as the configuration is read and as the
 
 @pytest.mark.parametrize("changes", UNFIT, ids=str)
 def test_a_checkpoint_that_no_model_fits_is_refused_in_a_line(changes, model, text, tmp_path):
-    reconfigured(model, **changes)
+    edit_config(model, **changes)
     recipe = parse_recipe("{quantize: {method: rtn, loss_tokens: 32}, calibration: {samples: 2, length: 32}}", "test")
     said = refuses(lambda: estimate(model, tmp_path / "bundle", recipe, [text]), seconds=60)
     assert len(said.removeprefix(str(model)).split()) > 3, "a word alone says nothing"

@@ -85,13 +85,6 @@ class Handler(BaseHTTPRequestHandler):
         """Say nothing."""
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            out = b""
-            while size := int(self.rfile.readline(), 16):
-                out += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-            return out
         size = int(self.headers.get("Content-Length") or 0)
         if len(body := self.rfile.read(size)) < size:
             raise ConnectionError("the client was killed")
@@ -181,10 +174,6 @@ class Handler(BaseHTTPRequestHandler):
             return
         if what == "xet-write-token":
             self._send({"error": "Not Found"}, 404)
-            return
-        if what == "refs":
-            main = {"name": "main", "ref": "refs/heads/main", "targetCommit": self.hub.sha(repo)}
-            self._send({"branches": [main], "converts": [], "tags": []})
             return
         sha, files = self.hub.at(repo, rest[1] if len(rest) > 1 else "main")
         if files is None:

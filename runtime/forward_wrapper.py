@@ -29,6 +29,7 @@ from moepack.runtime.devices import graphs
 from moepack.runtime.experts.forward import experts_forward
 from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
 from moepack.runtime.experts.prediction import Prediction, tell_logits
+from moepack.runtime.kv.static import cached_tokens
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
@@ -373,9 +374,16 @@ class ForwardWrapper:
 
 
 def _text(given: dict[str, object]) -> Tensor | None:
-    """Return int64 [tokens], 1 for text and 0 for padding; None without an attention mask [batch, tokens]."""
+    """Return int64 [tokens], 1 for text and 0 for padding; None without an attention mask [batch, tokens].
+
+    A mask may be longer than what is cached and read, as transformers takes it: with columns for tokens to come.
+    """
     ids = inputs(given)
     mask = given.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.ndim != 2 or ids is None or mask.shape[1] < ids.shape[1]:
         return None
-    return (mask[:, mask.shape[1] - ids.shape[1] :] != 0).reshape(-1).long()
+    tokens = ids.shape[1]
+    held = cached_tokens(cache_of(given))
+    last = mask.shape[1] - tokens
+    first = last if held is None else min(held, last)
+    return (mask[:, first : first + tokens] != 0).reshape(-1).long()

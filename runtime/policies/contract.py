@@ -122,7 +122,7 @@ class LayerReached(Event):
     """
 
     layer: int  # the layer's position
-    counts: Ints  # how often the router chose each expert in this step
+    counts: Ints  # how often the router chose each expert in this step; of experts that padding alone chose 1
     sums: Mapping[Reducer, Floats] = field(default_factory=dict)  # of `Needs.sums` in this step
     is_prompt: bool = False  # whether the step reads several tokens of a prompt in each sequence
     # The next layer's counts and sums, predicted by its router from the input of this layer's experts. `None` without

@@ -17,6 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -395,6 +396,9 @@ class ResidencyManager:
         self._upset = True
         placed, coming = self.on_demand.where(position)
         counts, sums = step.counted.layer(position)
+        if step.counted.mask is not None:  # what padding alone chose counts as one choice: it runs as all tokens do
+            chosen = np.bincount(index.reshape(-1).cpu().numpy(), minlength=len(counts))
+            counts = np.maximum(counts, chosen[: len(counts)] > 0)
         event = LayerReached(
             time.monotonic(),
             self.capacity(),

@@ -156,7 +156,7 @@ def test_all_critical_is_bit_identical_at_the_least_budget(bundle):
 def test_a_mask_may_have_columns_for_tokens_to_come(policy, bundle):
     """As long as a cache that is allocated ahead: they say nothing of the tokens that are read."""
     plain = moepack.load(bundle, policy="static:w4")
-    model = load(bundle, policy, least(bundle, policy) + 2_000_000)
+    model = load(bundle, policy, least(bundle, policy) + 100_000)
     caches = [DynamicCache(config=plain.config) for _ in range(2)]
     mask = torch.zeros(1, 40, dtype=torch.long)
     read = 0

@@ -70,8 +70,11 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
     bits = layer_bits(model, workload.kv, compiled)
     kernels = compiled and backends.serves_dense()
-    if in_place := device_memory is not None and devices[0].type == "cpu":
+    on_cpu = devices[0].type == "cpu"
+    in_place = device_memory is not None and on_cpu
+    if in_place:
         glibc.bound()  # at once: memory freed while loading goes back
+    if on_cpu:  # what is mapped changes with its file, and a file that is cut ends the process
         own(model, bundle, options.memory is not None)  # before matrices move to where kernels read them
     serve_dense(model, bundle, dense, compiled, kernels, in_place)
     if (bound := options.bound) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
     from .served_model import ServedModel
-
-_loading = threading.RLock()  # transformers sets the default dtype and device of the whole process while it loads
 
 
 def load(
@@ -112,7 +109,7 @@ def load_bundle(bundle: str | Path, options: LoadOptions, progress: Callable[[in
     named: dict[str, Any] = {"revision": options.revision or "main", "token": options.token}
     if options.attn_implementation is not None:
         named["attn_implementation"] = options.attn_implementation
-    with _loading, loading_report(progress):
+    with loading_report(progress):
         dtype = options.torch_dtype
         device = options.device
         try:

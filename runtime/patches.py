@@ -13,6 +13,7 @@ import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -94,7 +95,8 @@ def extend_from_pretrained() -> None:
     """Let `from_pretrained` take `policy`, `device_memory` and the like, which transformers would hand to the model.
 
     It also passes on what the plug-in needs and transformers does not tell a quantiser: the model's name, how files are
-    fetched, and the experts' implementation.
+    fetched, and the experts' implementation. One thread loads at a time, because transformers meanwhile sets the
+    default dtype and device of the whole process.
     """
     from transformers.modeling_utils import PreTrainedModel
 
@@ -103,6 +105,7 @@ def extend_from_pretrained() -> None:
 
     kind: Any = PreTrainedModel
     original = kind.from_pretrained.__func__
+    loading = threading.RLock()
     keywords = set(SERVED) - set(WORKLOAD)
 
     @functools.wraps(original)
@@ -121,7 +124,8 @@ def extend_from_pretrained() -> None:
         experts = kwargs.get("experts_implementation") or getattr(kwargs.get("config"), "_experts_implementation", None)
         before = asked.set(Asked(str(name), {name: kwargs[name] for name in HUB if name in kwargs}, experts))
         try:
-            return original(cls, *args, **kwargs)
+            with loading:
+                return original(cls, *args, **kwargs)
         finally:
             asked.reset(before)
 

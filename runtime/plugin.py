@@ -157,7 +157,8 @@ class MoepackQuantizer(HfQuantizer):
                 initialised._is_hf_initialized = True  # a block may fill its experts' parameters with numbers, too
         # With a head of a task of its own, transformers fills that head with random numbers, to be trained.
         lost = sorted(wanted - set(bundle.dense(check_digests=False)))
-        if lost and bundle.manifest.model["architecture"] in (kind.__name__ for kind in type(model).__mro__):
+        named = {bundle.manifest.model["architecture"], *(model.config.architectures or ())}
+        if lost and not named.isdisjoint(kind.__name__ for kind in type(model).__mro__):
             raise BundleError.single(str(bundle.path / DENSE), "missing", f"has no tensor {lost[0]} of its model")
         for module in model.modules():
             if hasattr(module, "config"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 import re
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 from moepack.pack.errors import InputError
 
@@ -29,12 +31,14 @@ class Size(int):
         return made
 
 
-def parse_size(size: str | int | None) -> int | None:
+def parse_size(size: str | float | SupportsIndex | None) -> int | None:
     """Return the bytes of a size such as "24GiB"; a number counts bytes. Raises InputError for an invalid size."""
     if size is None:
         return None
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
+    if isinstance(size, float) and size.is_integer():
+        size = int(size)
+    if isinstance(size, SupportsIndex) and not isinstance(size, bool) and operator.index(size) >= 0:
+        return size if isinstance(size, int) else operator.index(size)
     text = size if isinstance(size, str) else ""
     number = text.strip().lower().removesuffix("b")
     unit = number.lstrip("0123456789.")

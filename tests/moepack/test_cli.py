@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -152,7 +153,8 @@ def test_errors_have_sizes_in_the_users_unit():
 def test_sizes():
     sizes = {"4096": 4096, "24GiB": 24 * 2**30, "1.5g": 1_500_000_000, "800 MB": 800_000_000, "2Ki": 2048}
     assert {text: parse_size(text) for text in sizes} == sizes
-    for text in ("", "GiB", "12 parsecs", "-4", "1e3x"):
+    assert [parse_size(size) for size in (7, 7.0, np.int64(7), None)] == [7, 7, 7, None]
+    for text in ("", "GiB", "12 parsecs", "-4", "1e3x", True, 7.5, float("inf"), -7.0):
         with pytest.raises(InputError):
             parse_size(text)
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from live_models import plain_twin
 from support import flip, load_for_logits
 from support import ids as token_ids
+from transformers import AutoModelForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
 import moepack
@@ -118,6 +120,20 @@ def test_loads_where_transformers_hands_over_no_model(bundle, monkeypatch):
     model = load_for_logits(bundle, memory="6GB")
     assert model.moepack.limit is not None
     model.moepack.close()
+
+
+def test_threads_that_load_at_once(bundle):
+    """transformers sets the default dtype of the whole process while it loads."""
+
+    def loaded(number):
+        dtype = (torch.bfloat16, torch.float32)[number % 2]
+        model = AutoModelForCausalLM.from_pretrained(bundle, dtype=dtype)
+        held = {parameter.dtype for parameter in model.parameters()}
+        model.moepack.close()
+        return held == {dtype}
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(loaded, range(8)))
 
 
 def test_without_moepack_nothing_is_served(bundle):

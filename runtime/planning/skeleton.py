@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.integrations.moe import ExpertsInterface
 
 from moepack.families.arguments import attends_by_name, cache_in, with_cache
@@ -61,7 +62,9 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, object] | None = None,
     ) -> object:
-        """Run an operation and count the storages it returns."""
+        """Run an operation and count the storages it returns, and those of numbers that it reads from coded rows."""
+        with self:  # which counts nothing within its own dispatch
+            args, kwargs = _numbers((args, kwargs))
         out = function(*_without_masks(function, args), **(kwargs or {}))
         self.calls += 1
         for tensor in tree_leaves(out):
@@ -81,6 +84,12 @@ class LiveBytes(TorchDispatchMode):
         self._seen[key] = weakref.ref(storage, gone)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+def _numbers(x: Any) -> Any:
+    """Return the numbers that coded rows in an operation's arguments stand for; anything else as it is."""
+    kernels = sys.modules.get("moepack.runtime.kernels.kv_rows")  # without it nothing is coded
+    return x if kernels is None else tree_map(kernels.plain, x)
 
 
 def _without_masks(function: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -344,7 +353,7 @@ class _ServedAttention(TorchFunctionMode):
                 return query.new_empty(*query.shape[:3], value.shape[3])  # by the kernel, from keys where they are
             if query.shape[1] != key.shape[1] and not given.get("enable_gqa"):
                 if mask is not None:
-                    return attend_by_groups(query, key, value, mask)
+                    return attend_by_groups(query, *map(_numbers, (key, value)), mask)
                 given["enable_gqa"] = True
         return function(*args, **given)
 

@@ -15,7 +15,7 @@ from moepack.families.model_class import model_of
 from moepack.runtime.dense.borrowed import serve_attention
 from moepack.runtime.dense.latent import serve_latents
 from moepack.runtime.experts import backends
-from moepack.runtime.kv import latents
+from moepack.runtime.kv import growing, latents
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning import measure
 from moepack.runtime.planning.measure import _measure
@@ -67,6 +67,17 @@ def test_a_mask_picks_all_where_values_are_unknown():
         assert live.now - before == picked.numel() * 4
     with LiveBytes(torch.nn.Module()):
         assert torch.arange(4)[torch.tensor([True, False, True, False])].tolist() == [0, 2]
+
+
+@pytest.mark.skipif(not backends.library(), reason="rows are coded by the compiled kernels")
+def test_numbers_of_coded_rows_are_memory():
+    """Those that an operation reads of them, as attention of float32 does of a whole cache."""
+    from moepack.runtime.kernels.kv_rows import CodedRows
+
+    rows = growing.coded(torch.randn(1, 2, 500, 32), 8)
+    with LiveBytes(torch.nn.Module()) as live:
+        total = CodedRows(rows, 32, 8, torch.float32).sum()
+    assert total.numel() == 1 and live.peak >= 1000 * 32 * 4 > live.now
 
 
 @pytest.mark.parametrize(("family", "kept"), [("gpt_oss", 5), ("glm4_moe", 3)])

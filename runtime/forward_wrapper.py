@@ -173,6 +173,10 @@ class ForwardWrapper:
             yield lambda out: None
             return
         self._check()
+        if self.caches is not None:
+            self.caches.end_interrupted()
+        if self._manager is not None:
+            self._manager.end_interrupted()
         traced = self._trace is not None
         manager = self._manager
         text = _text(given)

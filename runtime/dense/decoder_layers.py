@@ -8,9 +8,10 @@ call follows. Where the experts' block is more than a router and experts, the ca
 of the parts.
 
 After streamed weights Python's own code is cold, and a layer's checks take 0.2 to 0.3 ms of it, beside 1 ms of kernels.
-So one call runs all layers that followed one another in an earlier pass, with the arguments of the first. The model
-then calls each of them as ever; a layer hands out what is made if it is given the very objects that were foreseen, and
-computes if not. So what stands between two layers costs time at most.
+So one call runs all layers that followed one another in an earlier pass, for one token of each sequence, with the
+arguments of the first. The model then calls each of them as ever; a layer hands out what is made if it is given the
+very objects that were foreseen, unchanged, and computes if not. Modules are checked before the call: what code between
+two layers of a pass does to the modules behind it counts from the next pass on, unless it is a layer's hook.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ from moepack.runtime.experts.forward import count
 from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup
 from moepack.runtime.kernels.token_native import Block, DecoderLayer, ExpertsBlock, Ready, SharedExpert, run_layers
-from moepack.runtime.kv.growing import keep, takes_token, with_room
+from moepack.runtime.kv.growing import GrowingLayer, keep, takes_token, with_room
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import PackedCache, Step, step_of
 
@@ -50,7 +51,8 @@ from .watched import Watched, listens
 MASK = "attention_mask"
 NORMS = ("input_layernorm", "post_attention_layernorm")
 PROBES = 16  # random rows on which a shared expert is tried
-UNASKED = 8  # results that may wait for a layer's call, of passes of several threads; more are an early exit's
+APART = 256  # passes in which a layer is not run ahead after one in which that was in vain
+ROWS = 16  # results for which memory is taken at once
 EQUAL = 0.98  # share of a row's results that have the same bits
 # What a layer names of what it is given; one that names more may do more than a trial sees
 ARGUMENTS = {"hidden_states", MASK, "position_ids", "position_embeddings", "use_cache", *CACHE_NAMES}
@@ -75,10 +77,9 @@ class _Place(Uncopied):
     parts: Watched
     # By the number of tokens and threads and the experts' own gate, for the last snapshot of the layer's experts
     made: dict[Hashable, tuple[weakref.ref[Snapshot], ExpertsBlock | None]] = field(default_factory=dict)
-    # The layer that takes this one's result as it is, as far as passes have shown; `alone` once one did not
+    # The layer that took this one's result as it is in an earlier pass, and for how many passes it is not run ahead
     follower: weakref.ref[FamilyModule] | None = None
-    alone: bool = False
-    unasked: int = 0  # results of this layer that were made ahead, and that no pass has asked for
+    apart: int = 0
 
     def step(self) -> Step | None:
         """Return the running step, if nothing in it stands between a layer's parts."""
@@ -246,9 +247,10 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
         x = args[0] if args else given["hidden_states"]
         del given["hidden_states"]
         step = place.step()
-        if step is not None and (known := _Line.of(step).take(place, x, given, step)) is not None:
+        fits = _fits(x)
+        if step is not None and fits and (known := _Line.of(step).take(place, x, given, step)) is not None:
             return known.handed_out(step)
-        handed = place.handed_on(given) if _fits(x) and place.parts.unchanged(self) else None
+        handed = place.handed_on(given) if fits and place.parts.unchanged(self) else None
         if handed is None:
             return plain(self, *args, **kwargs)
         if step is not None and (made := _whole(place, x, handed, step, _room(x)[0])) is not None:
@@ -263,9 +265,9 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
             normed = self.post_attention_layernorm(h)
         elif found is not None and step is not None:
             block, position = found
-            made = _Made(place.rest.goes_on(x, attended.contiguous(), block, _room(x)[0]), 0, None, position)
-            _Line.of(step).run(self, place, x, made, given, step)
-            return made.handed_out(step)
+            ready = place.rest.goes_on(x, attended.contiguous(), block, torch.empty_like(x))
+            run_layers([ready])
+            return _Made(ready, None, position).handed_out(step)
         else:
             h, normed = place.rest.up_to_experts(x, attended.contiguous())
         moved = self.mlp(normed)
@@ -280,20 +282,18 @@ class _Made:
 
     Attributes:
         ready: the result, and its experts.
-        length: of the keys that the layer attended to.
-        keep: lets the cache have the token's keys and values. None: attention's own code did that.
+        row: of the cache, for the token. None: attention's own code wrote it.
         position: of the layer among those with experts.
     """
 
     ready: Ready
-    length: int
-    keep: Callable[[], None] | None
+    row: _Row | None
     position: int
 
     def handed_out(self, step: Step) -> Tensor:
         """Return the result; count its routing, and keep its keys and values."""
-        if self.keep is not None:
-            self.keep()
+        if self.row is not None:
+            self.row.keep()
         if self.ready.choice is not None:
             count(step, self.position, *self.ready.choice)
         return self.ready.out
@@ -306,24 +306,33 @@ class _Foreseen:
     made: _Made
     before: _Place  # of the layer whose result is this one's input
     x: Tensor
-    version: int  # of x, which torch counts up when x is changed in place
+    at: int  # the address of x
+    tensors: tuple[tuple[Tensor, int], ...]  # x and angles, and how often each was changed in place
     given: dict[str, Any]
 
     def is_for(self, place: _Place, x: object, given: dict[str, Any], step: Step) -> bool:
         """Whether a layer is called with what was foreseen, and with no mask that hides anything."""
-        if x is not self.x or self.x._version != self.version or given.keys() != self.given.keys():
+        if x is not self.x or self.x.data_ptr() != self.at or given.keys() != self.given.keys():
             return False
         if any(value is not self.given[name] for name, value in given.items() if name != MASK):
             return False
-        return _sees_all(place, given.get(MASK), len(self.x), self.made.length, step)
+        row = self.made.row
+        if row is None or not row.is_next() or any(_version(t) != version for t, version in self.tensors):
+            return False
+        return _sees_all(place, given.get(MASK), len(self.x), row.keys.shape[2], step)
 
 
-@dataclass(eq=False, slots=True)
+def _version(x: Tensor) -> int:
+    """How often a tensor was changed in place; of those that inference mode made torch does not know it."""
+    return 0 if x.is_inference() else x._version
+
+
 class _Line:
     """What layers leave in a step for those behind them."""
 
-    foreseen: dict[_Place, _Foreseen] = field(default_factory=dict)
-    last: tuple[_Place, Tensor] | None = None  # the last layer that a call ran, and its result
+    def __init__(self) -> None:
+        self.foreseen: dict[_Place, _Foreseen] = {}
+        self.last: tuple[_Place, Tensor] | None = None  # the last layer that a call ran whole, and its result
 
     @staticmethod
     def of(step: Step) -> _Line:
@@ -333,21 +342,19 @@ class _Line:
         return step.line
 
     def take(self, place: _Place, x: object, given: dict[str, Any], step: Step) -> _Made | None:
-        """Return what was made for a layer, if it was made for this call. If not, nothing is foreseen there again."""
-        found = self.foreseen.get(place)
-        if found is None:
-            return None
-        if found.is_for(place, x, given, step):
-            self._forget([place])
-            return found.made
-        found.before.alone = True
-        self._forget(list(self.foreseen))
+        """Return what was made for a layer, if it was made for this call."""
+        found = self.foreseen.pop(place, None)
+        if found is None or found.is_for(place, x, given, step):
+            return None if found is None else found.made
+        found.before.apart = APART
+        self.foreseen.clear()
         return None
 
-    def _forget(self, places: Sequence[_Place]) -> None:
-        for place in places:
-            del self.foreseen[place]
-            place.unasked -= 1
+    def ended(self) -> None:
+        """Run no layers ahead for a while that a whole pass has left out, as an early exit does."""
+        for left in self.foreseen.values():
+            left.before.apart = APART
+            break
 
     def run(
         self, module: FamilyModule, place: _Place, x: Tensor, made: _Made, given: dict[str, Any], step: Step
@@ -355,47 +362,45 @@ class _Line:
         """Run a layer's call, and with it those of the layers behind it as the model will ask for them."""
         if self.last is not None and self.last[1] is x:
             self.last[0].follower = weakref.ref(module)
-        followers = _followers(module, place)
-        room = _room(x, len(followers))
         calls = [made.ready]
-        foreseen = {}
+        foreseen: dict[_Place, _Foreseen] = {}
+        known = {place}
         seen = {**given, MASK: None} if MASK in given else given  # layers with a window have a mask of their own
-        for number, (layer, behind) in enumerate(followers):
-            if behind.unasked > UNASKED:
-                place.alone = True
-                for _, later in followers[number:]:
-                    later.unasked = 0
+        turn = given.get("position_embeddings")
+        angles = tuple(t for t in turn if isinstance(t, Tensor)) if isinstance(turn, tuple) else ()
+        room = None
+        while (after := _follower(module, place)) is not None and after[1] not in known:
+            behind = after[1]
+            handed = behind.handed_on(seen) if behind.parts.unchanged(after[0]) else None
+            if handed is None:
                 break
-            handed = behind.handed_on(seen) if behind.parts.unchanged(layer) else None
+            if room is None or not len(calls) % ROWS:
+                room = _room(x, ROWS)
             before = calls[-1].out
-            after = None if handed is None else _whole(behind, before, handed, step, room[number])
-            if after is None:
+            next_made = _whole(behind, before, handed, step, room[len(calls) % ROWS], ahead=True)
+            if next_made is None:
                 break
-            foreseen[behind] = _Foreseen(after, place, before, before._version, given)
-            calls.append(after.ready)
-            behind.unasked += 1
-            place = behind
+            tensors = tuple((t, _version(t)) for t in (before, *angles))
+            foreseen[behind] = _Foreseen(next_made, place, before, before.data_ptr(), tensors, given)
+            calls.append(next_made.ready)
+            known.add(behind)
+            module, place = after
         run_layers(calls)
         self.foreseen = foreseen
         self.last = place, calls[-1].out
 
 
-def _followers(module: FamilyModule, place: _Place) -> list[tuple[FamilyModule, _Place]]:
-    """Return the layers that took each other's results as they were in earlier passes, and that nobody listens to."""
-    out: list[tuple[FamilyModule, _Place]] = []
-    known = {place}
-    while not listens(module._forward_hooks) and place.follower is not None and not place.alone:
-        behind = place.follower()
-        found: _Place | None = None if behind is None else vars(behind).get("_moepack_layer")
-        if behind is None or found is None or found in known:
-            break
-        if "forward" in vars(behind) or listens(behind._forward_pre_hooks):
-            break
-        out.append((behind, found))
-        known.add(found)
-        module = behind
-        place = found
-    return out
+def _follower(module: FamilyModule, place: _Place) -> tuple[FamilyModule, _Place] | None:
+    """Return the layer that took a layer's result as it is in an earlier pass, if nobody listens between them."""
+    if place.apart:
+        place.apart -= 1
+        return None
+    behind = None if place.follower is None else place.follower()
+    found: _Place | None = None if behind is None else vars(behind).get("_moepack_layer")
+    if behind is None or found is None or "forward" in vars(behind):
+        return None
+    listened = listens(module._forward_hooks) or listens(behind._forward_pre_hooks)
+    return None if listened else (behind, found)
 
 
 def _room(x: Tensor, results: int = 1) -> Tensor:
@@ -404,19 +409,23 @@ def _room(x: Tensor, results: int = 1) -> Tensor:
         return torch.empty(results, *x.shape, dtype=x.dtype)
 
 
-def _whole(place: _Place, x: Tensor, handed: dict[str, Any], step: Step, out: Tensor) -> _Made | None:
-    """Return the call of all of a layer, to be run; None if its parts run one by one."""
+def _whole(
+    place: _Place, x: Tensor, handed: dict[str, Any], step: Step, out: Tensor, ahead: bool = False
+) -> _Made | None:
+    """Return the call of all of a layer, to be run; None if its parts run one by one.
+
+    `ahead`: of the layers before it, whose caches have not let go what they copy: it may copy none.
+    """
     if place.whole is None:
         return None
     found = place.block(x.numel() // x.shape[-1], step)
-    row = None if found is None else _row(handed, place, x, step)
+    row = None if found is None else _row(handed, place, x, step, ahead)
     if found is None or row is None:
         return None
     block, position = found
-    keys, values, keep = row
     sinks = place.attention._parameters.get("sinks")
-    ready = place.whole.attends(x, handed.get("position_embeddings"), keys, values, block, sinks, out)
-    return _Made(ready, keys.shape[2], keep, position)
+    ready = place.whole.attends(x, handed.get("position_embeddings"), row.keys, row.values, block, sinks, out)
+    return _Made(ready, row, position)
 
 
 def _fits(x: object) -> bool:
@@ -432,13 +441,26 @@ def _fits(x: object) -> bool:
     )
 
 
-def _row(
-    given: dict[str, Any], place: _Place, x: Tensor, step: Step
-) -> tuple[Tensor, Tensor, Callable[[], None]] | None:
-    """Make room in a cache for one token of each sequence.
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Room in a cache for one token of each sequence.
 
-    Returns:
-        Keys and values, whose last row a kernel may write, and what is to be called then; None for other caches.
+    Attributes:
+        keys, values: whose last row a kernel may write.
+        keep: lets the cache have that row.
+        is_next: whether the cache is still as it was.
+    """
+
+    keys: Tensor
+    values: Tensor
+    keep: Callable[[], None]
+    is_next: Callable[[], bool]
+
+
+def _row(given: dict[str, Any], place: _Place, x: Tensor, step: Step, ahead: bool) -> _Row | None:
+    """Make room in a cache for one token of each sequence; None for other caches and passes.
+
+    `ahead`: only where nothing is copied.
     """
     cache = given.get(place.cache_name)
     turn = given.get("position_embeddings")
@@ -454,19 +476,21 @@ def _row(
         packed = cache.with_room(number) if own and given.get(MASK) is None else None
         if packed is None or not _alike(tried, x, *packed):
             return None
-        return *packed, functools.partial(cache.keep, number)
+        return _Row(*packed, functools.partial(cache.keep, number), lambda: True)
     if type(cache) is not DynamicCache or cache.offloading or not attends_alone(place.attention):
         return None
     layer = cache.layers[number] if number < len(cache.layers) else None
     if not takes_token(layer) or not isinstance(layer.keys, Tensor) or not isinstance(layer.values, Tensor):
+        return None
+    if ahead and not (isinstance(layer, GrowingLayer) and layer.has_place()):
         return None
     keys = layer.keys
     if keys.dim() != 4 or not keys.numel() or not _alike(tried, x, keys, layer.values):
         return None
     if not _sees_all(place, given.get(MASK), len(x), keys.shape[2] + 1, step):
         return None
-    keys, values = with_room(layer)
-    return keys, values, functools.partial(keep, layer, keys, values)
+    longer = with_room(layer)
+    return _Row(*longer, functools.partial(keep, layer, *longer), lambda: layer.keys is keys)
 
 
 def _alike(tried: CpuProjections, x: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -72,6 +72,10 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = self._appended(self.keys, key_states), self._appended(self.values, value_states)
         return self.keys, self.values
 
+    def has_place(self) -> bool:
+        """Whether `longer` copies nothing."""
+        return all((room := _room_of(held)) is not None and _has_place(room, held.shape[-2]) for held in self._held())
+
     def longer(self) -> tuple[Tensor, Tensor]:
         """Return keys and values with a row more, which the caller writes before it sets them as the layer's."""
         return self._longer(self.keys), self._longer(self.values)

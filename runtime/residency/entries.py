@@ -72,7 +72,7 @@ class RunningSteps:
     """Running steps, and ended steps whose computation still runs on the device."""
 
     begun: int = 0  # how many steps have begun: the number of the latest
-    open: set[int] = field(default_factory=set)
+    open: dict[int, int] = field(default_factory=dict)  # the thread of each running step
     ended: dict[int, Completion] = field(default_factory=dict)  # events at the end of the steps' computation
 
     def oldest(self) -> int:

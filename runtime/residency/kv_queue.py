@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class PassClaim:
     returned: int = 0  # the part of `beside` for outputs that the workload does not cover
     began: float | None = None  # when the pass began to wait, in perf_counter seconds
     first: float | None = None  # when the pass became the first in the queue
+    thread: int = field(default_factory=threading.get_ident)
     _wakeups: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
 
     def wake(self) -> None:

@@ -126,6 +126,17 @@ class KvBudget:
 
     # --- passes
 
+    def end_interrupted(self) -> None:
+        """End the claims of this thread that an interruption left. None of its passes runs."""
+        me = threading.get_ident()
+        with self._lock:
+            left = [claim for claim in (*self._passes, *self._queue.waiting) if claim.thread == me]
+            for claim in left:
+                self._passes.discard(claim)
+                self._queue.leave(claim)
+            if left:
+                self.settle()
+
     @contextlib.contextmanager
     def room(self, given: dict[str, object]) -> Iterator[Callable[[object], None]]:
         """Enclose a forward pass with these arguments: wait until its cache and activations have room.

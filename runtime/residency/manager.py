@@ -273,6 +273,16 @@ class ResidencyManager:
         """Return a lock for a whole forward pass and its wait for room; it does nothing unless the policy blocks."""
         return self._one_at_a_time if self._blocking else contextlib.nullcontext()
 
+    def end_interrupted(self) -> None:
+        """Let go what an interrupted pass of this thread still has. None of its passes runs.
+
+        An interruption (Ctrl-C) may fall between the instructions by which a pass begins or ends.
+        """
+        self.residency.end_interrupted()
+        with contextlib.suppress(RuntimeError):  # once the lock is not this thread's
+            while True:
+                self._one_at_a_time.release()
+
     @contextlib.contextmanager
     def sequence(self, given: dict[str, object]) -> Iterator[tuple[Prompt, Callable[[object], None]]]:
         """Enclose a forward pass with these arguments, and its step.

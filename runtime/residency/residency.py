@@ -179,7 +179,7 @@ class Residency:
         with self.lock:
             seen = self._snapshot()
             self.steps.begun += 1
-            self.steps.open.add(self.steps.begun)
+            self.steps.open[self.steps.begun] = threading.get_ident()
             return self.steps.begun, seen
 
     def end(self, step: int) -> None:
@@ -189,12 +189,19 @@ class Residency:
             mark = self._mark()
         finally:
             with self.lock:
-                self.steps.open.discard(step)
+                self.steps.open.pop(step, None)
                 if mark is not None and not mark.done():
                     self.steps.ended[step] = mark
                     self.steps.oldest()  # drops marks that are done: no other call may come to do so
                 if not self.steps.open:
                     self._forget()
+
+    def end_interrupted(self) -> None:
+        """End the steps of this thread that an interruption left open. None of its passes runs."""
+        with self.lock:
+            left = [step for step, thread in self.steps.open.items() if thread == threading.get_ident()]
+        for step in left:
+            self.end(step)
 
     def publish_ready(self) -> int:
         """Publish the ready versions, for steps that begin from now on; return how many there were."""

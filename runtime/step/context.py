@@ -151,7 +151,8 @@ class PackedCache:
     def with_room(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """Return a layer's keys and values, [1, heads, tokens, dim], with a row more, which the caller writes.
 
-        None where the cache is to be updated and `attend` called: except for one token of one sequence that has begun.
+        None, unless the pass is one token of one sequence that has begun; the cache is then to be updated, and `attend`
+        called.
         """
         raise NotImplementedError
 
@@ -164,6 +165,13 @@ class PackedCache:
     ) -> Tensor:
         """Let each sequence's queries attend to its own keys: [1, heads, tokens, dim] to [1, tokens, heads, dim]."""
         raise NotImplementedError
+
+
+class Ending(Protocol):
+    """Something of a step that hears of its end."""
+
+    def ended(self) -> None:
+        """Hear that the step has ended, and was not interrupted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +188,7 @@ class Step:
     loader: Loader | None = None
     weighed: bool = False  # whether the pass was asked for its attention's weights
     unmasked: list[Tensor] = field(default_factory=list)  # masks of attention that were found to hide nothing
-    line: object = None  # what decoder layers made for those behind them (dense/decoder_layers.py)
+    line: Ending | None = None  # what decoder layers made for those behind them (dense/decoder_layers.py)
     importance: HeavyHitters | None = None  # the `TokenImportance` that sees the attention of a prompt, for `loader`
     logits: tuple[int, Tensor | None] | None = None  # the last router's: its layer's position, and [tokens, experts]
     packed: PackedCache | None = None  # the cache of a pass that packs several sequences
@@ -249,6 +257,8 @@ def opened(step: Step) -> Iterator[Step]:
     _context.step = step
     try:
         yield step
+        if step.line is not None:
+            step.line.ended()
     finally:
         if _context.step is step:
             _context.step = step.outer

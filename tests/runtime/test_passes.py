@@ -5,6 +5,7 @@ import inspect
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from moepack.pack.errors import InputError
 from moepack.runtime.kv.growing import CodedKvLayer
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.skeleton import LiveBytes
+from moepack.runtime.residency.kv_queue import PassClaim
 
 
 @pytest.fixture
@@ -104,6 +106,21 @@ def test_an_interrupted_pass_ends_its_step(bundle, policy):
     thread.start()
     thread.join(PATIENCE)
     assert out and torch.isfinite(out[0]).all()
+
+
+def test_what_an_interruption_left_ends_with_the_threads_next_pass(bundle):
+    """Planted: what a pass has between two instructions, where an interruption would leave it."""
+    model = load(bundle, "lru:hi=bf16,lo=w2", room=2_000_000, prefill_tokens=64)
+    manager = model.moepack.manager
+    manager.residency.begin()
+    manager.pass_lock().__enter__()
+    model.moepack.caches._passes.add(PassClaim(None, 10**9, 10**9))
+    with torch.inference_mode():
+        model(ids(20))
+    assert open_steps(model) == 0 and not model.moepack.caches._passes
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(manager._one_at_a_time.acquire, timeout=PATIENCE).result(), "another thread finds it free"
+    model.moepack.close()
 
 
 @pytest.mark.parametrize("what", ["pages", "mark"])

@@ -538,9 +538,7 @@ class PackedKvCache(Cache, PackedCache):
 
     def keep(self, layer: int) -> None:
         """Note that the row of `with_room` is written."""
-        row = self._parts[0].of.row
-        row.layers[layer].end += 1
-        row.where = None
+        self._parts[0].of.row.layers[layer].end += 1
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor | Latents, scaling: float | None, sinks: Tensor | None

@@ -16,7 +16,7 @@ import moepack
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.dense import borrowed, decoder_layers, norms, projections
 from moepack.runtime.kernels.token_native import DecoderLayer
-from moepack.runtime.kv.growing import grow_in_place
+from moepack.runtime.kv.growing import grow_in_place, with_room
 from moepack.server.batching.engine import Engine, StepInput
 
 CALLS = ("attends", "goes_on", "up_to_experts")
@@ -93,6 +93,9 @@ def logits(model):
     return out + packed(model)
 
 
+LONG = torch.randint(1, 60, (2, 60), generator=torch.Generator().manual_seed(1))
+
+
 def packed(model):
     """Logits of the server's passes: of a prompt, of tokens one by one, of two sequences at once, and of one again."""
     engine = Engine(model, 16)
@@ -100,10 +103,10 @@ def packed(model):
     both = range(2)
     out = []
     for begin, end, which in ((0, 5, [0]), (5, 6, [0]), (6, 7, [0]), (0, 4, [1]), *((n, n + 1, both) for n in (7, 8))):
-        given = [IDS[n, slots[n].length : slots[n].length + end - begin].tolist() for n in which]
+        given = [LONG[n, slots[n].length : slots[n].length + end - begin].tolist() for n in which]
         out += engine.run([StepInput(slots[n], tokens) for n, tokens in zip(which, given, strict=True)])
     engine.remove(slots[1])
-    for token in IDS[0, 9:].tolist():
+    for token in LONG[0, 9:].tolist():
         out += engine.run([StepInput(slots[0], [token])])
     engine.remove(slots[0])
     model.config._attn_implementation = engine._native
@@ -126,7 +129,7 @@ LINES = {
     "gpt_oss": 2,
     "deepseek_v2": 3,
     "deepseek_v3": 3,
-    "kimi_linear": 2,
+    "kimi_linear": 1,
     "qwen3_next": 1,
     "granitemoe": 0,
 }
@@ -207,11 +210,18 @@ def test_routing_is_counted_and_others_interfere(bundle, monkeypatch, calls):
     assert alone() == (False, whole - share)
 
 
+def other_memory(x, turn):
+    x.data = x * 2
+    return x, turn
+
+
 BETWEEN = {
     "nothing": lambda x, turn: (x, turn),
     "a change in place": lambda x, turn: (x.mul_(2), turn),
+    "other memory": other_memory,
     "another tensor": lambda x, turn: (x * 2, turn),
     "other angles": lambda x, turn: (x, (turn[1], turn[0])),
+    "angles changed in place": lambda x, turn: (x, (turn[0].mul_(-1), turn[1])),
 }
 
 
@@ -223,44 +233,108 @@ def test_what_stands_between_layers_counts(mode, bundle, monkeypatch, lines):
     def through(of, between):
         cache = DynamicCache(config=of.config)
         out = []
-        for token in range(6):
+        for token in range(12):
             grow_in_place(cache, 0)
             x = torch.randn(1, 1, of.config.hidden_size, generator=torch.Generator().manual_seed(token)).bfloat16()
             turn = of.model.rotary_emb(x, torch.tensor([[token]]))
             with mode(), of._moepack_wrapper.alone():
                 for layer in of.model.layers:
                     x = layer(x, position_embeddings=turn, attention_mask=None, cache=cache)
-                    x, turn = BETWEEN[between if token == 3 else "nothing"](x, turn)
+                    x, turn = BETWEEN[between if token == 9 else "nothing"](x, turn)
             out.append(x)
         return [*out, *(held for layer in cache.layers for held in (layer.keys, layer.values))]
 
     layers = len(model.model.layers)
     for between in BETWEEN:
+        for layer in model.model.layers:
+            layer._moepack_layer.apart = 0
         lines.clear()
         assert all(map(torch.equal, through(model, between), through(plain, between))), between
-        if between == "nothing":
-            assert lines[-1] == layers, "one call runs all"
-            first = list(lines)
-    assert max(lines) == 1 and max(first) == layers, "what was wrong once is not foreseen again"
+        assert max(lines) == layers, "one call runs all"
+        assert lines[-1] == layers - (between != "nothing"), "what was in vain is not done again soon"
+
+
+def test_hooks_of_layers_and_layers_that_come_twice(bundle, monkeypatch, lines):
+    """Hooks see and change what stands between layers; a model may go through its layers again."""
+    plain, model = (opened(bundle, monkeypatch, layers) for layers in (False, True))
+    layers = len(model.model.layers)
+
+    def same(expected):
+        lines.clear()
+        assert all(map(torch.equal, *([*decoded(of)] for of in (model, plain))))
+        assert lines[-len(expected) :] == expected
+
+    def decoded(of):
+        cache = DynamicCache(config=of.config)
+        for token in IDS[0]:
+            yield passes(of, token[None, None], cache)
+
+    same([layers])
+    for register in ("register_forward_pre_hook", "register_forward_hook"):
+        hooks = [
+            getattr(of.model.layers[2], register)(lambda module, *given: (given[-1][0] * 2, *given[-1][1:]))
+            if register.endswith("pre_hook")
+            else of.model.layers[2].register_forward_hook(lambda module, given, out: out * 2)
+            for of in (model, plain)
+        ]
+        same([2, 2] if register.endswith("pre_hook") else [3, 1])
+        for hook in hooks:
+            hook.remove()
+    same([layers])
+    for of in (model, plain):
+        of.model.layers = nn.ModuleList([*of.model.layers, *of.model.layers])
+        of.config.num_hidden_layers = of.model.config.num_hidden_layers = 2 * layers
+    lines.clear()
+    assert all(map(torch.equal, *([*decoded(of)] for of in (model, plain)))) and max(lines) == layers
 
 
 def test_layers_that_are_never_called_are_not_run_ahead(bundle, monkeypatch, lines):
-    """An early exit (assisted decoding's) calls the first layers alone, and pays for these."""
+    """An early exit (assisted decoding's) calls the first layers alone, and pays for these; a padded batch for each."""
+    monkeypatch.setattr(decoder_layers, "APART", 3)
     model = opened(bundle, monkeypatch)
     every = model.model.layers
+    ends = []
+
+    def decode(cache=None):
+        cache = DynamicCache(config=model.config) if cache is None else cache
+        ends.clear()
+        for token in LONG[0, :12]:
+            passes(model, token[None, None], cache)
+            ends.append([*lines])
+            lines.clear()
+        return ends[-1]
+
     cache = DynamicCache(config=model.config)
-    for token in IDS[0, :4]:
-        passes(model, token[None, None], cache)
-    assert lines[-1] == len(every)
+    assert decode(cache) == [4]
     model.model.layers = every[:2]
-    for token in range(decoder_layers.UNASKED + 2):
-        passes(model, torch.tensor([[token + 1]]), cache)
-    assert lines[-1] == 2
+    assert decode(cache) == [2] and ends.count([4]) <= 12 // (1 + decoder_layers.APART) + 1, "in vain once, and seldom"
     model.model.layers = every
+    assert decode() == [4] and [2, 2] in ends, "and again after a while"
     cache = DynamicCache(config=model.config)
-    for token in IDS[0, :4]:
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    for end in range(5, 9):
+        lines.clear()
+        passes(model, IDS[:, :end] if end == 5 else IDS[:, end - 1 : end], cache, attention_mask=mask[:, :end])
+    assert sum(lines) <= 2 * len(every), "no layer is computed twice"
+    assert decode() == [4]
+
+
+def test_layers_that_copy_their_caches_do_so_one_after_another(bundle, monkeypatch):
+    """Of the layers that one call runs only the first may hold keys twice, before its cache lets go the old ones."""
+    model = opened(bundle, monkeypatch)
+    cache = DynamicCache(config=model.config)
+    passes(model, IDS[:1, :8], cache)
+    own = decoder_layers.run_layers
+    copied = []
+    taken = []
+    monkeypatch.setattr(decoder_layers, "with_room", lambda layer: taken.append(layer.has_place()) or with_room(layer))
+    monkeypatch.setattr(
+        decoder_layers, "run_layers", lambda ready: (copied.append([*taken]), taken.clear(), own(ready))
+    )
+    for token in LONG[0, 8:40]:
         passes(model, token[None, None], cache)
-    assert lines[-2:] == [2, len(every) - 2]
+    assert all(all(rest) for _, *rest in copied) and not all(first for first, *_ in copied)
 
 
 def test_changed_attributes_and_left_out_arguments(bundle, monkeypatch, calls):

@@ -129,8 +129,8 @@ class MoepackQuantizer(HfQuantizer):
         self._bundle = bundle = profiled(bundle, config.options().profile)
         where = kwargs.get("device_map") or "cpu"
         devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
-        # On a CPU in a budget, files of tensors are checked as they are read (dense/mapped.py)
-        later = self._bounded = config.options().in_budget and devices == {"cpu"}
+        later = devices == {"cpu"}  # files of tensors are checked as they are read (dense/mapped.py)
+        self._bounded = config.options().in_budget and later
         self._model = weakref.ref(model)
         bundle.check(*(() if later else (name for name in bundle.files if name != LEFTOVERS)))
         if later:
@@ -157,8 +157,8 @@ class MoepackQuantizer(HfQuantizer):
                 initialised._is_hf_initialized = True  # a block may fill its experts' parameters with numbers, too
         # With a head of a task of its own, transformers fills that head with random numbers, to be trained.
         lost = sorted(wanted - set(bundle.dense(check_digests=False)))
-        named = {bundle.manifest.model["architecture"], *(model.config.architectures or ())}
-        if lost and not named.isdisjoint(kind.__name__ for kind in type(model).__mro__):
+        own_classes = {bundle.manifest.model["architecture"], *(model.config.architectures or ())}
+        if lost and not own_classes.isdisjoint(kind.__name__ for kind in type(model).__mro__):
             raise BundleError.single(str(bundle.path / DENSE), "missing", f"has no tensor {lost[0]} of its model")
         for module in model.modules():
             if hasattr(module, "config"):

@@ -253,7 +253,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
         handed = place.handed_on(given) if fits and place.parts.unchanged(self) else None
         if handed is None:
             return plain(self, *args, **kwargs)
-        if step is not None and (made := _whole(place, x, handed, step, _room(x)[0])) is not None:
+        if step is not None and x.shape[1] == 1 and (made := _whole(place, x, handed, step, _room(x)[0])) is not None:
             _Line.of(step).run(self, place, x, made, given, step)
             return made.handed_out(step)
         found = None if step is None else place.block(x.numel() // x.shape[-1], step)
@@ -367,7 +367,7 @@ class _Line:
         known = {place}
         seen = {**given, MASK: None} if MASK in given else given  # layers with a window have a mask of their own
         turn = given.get("position_embeddings")
-        angles = tuple(t for t in turn if isinstance(t, Tensor)) if isinstance(turn, tuple) else ()
+        angles = [t for t in (turn if isinstance(turn, tuple) else (turn,)) if isinstance(t, Tensor)]
         room = None
         while (after := _follower(module, place)) is not None and after[1] not in known:
             behind = after[1]

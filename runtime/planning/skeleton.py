@@ -353,7 +353,7 @@ class _ServedAttention(TorchFunctionMode):
                 return query.new_empty(*query.shape[:3], value.shape[3])  # by the kernel, from keys where they are
             if query.shape[1] != key.shape[1] and not given.get("enable_gqa"):
                 if mask is not None:
-                    return attend_by_groups(query, *map(_numbers, (key, value)), mask)
+                    return attend_by_groups(query, _numbers(key), _numbers(value), mask)
                 given["enable_gqa"] = True
         return function(*args, **given)
 

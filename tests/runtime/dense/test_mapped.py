@@ -44,9 +44,7 @@ def test_a_model_serves_the_bytes_that_were_checked(budget, damaged):
     with pytest.raises(BundleError, match=r"model.safetensors: its bytes do not match their digest"):
         load_for_logits(damaged, policy="static:w4", device_memory=budget)
     flip(file, 9)
-    with pytest.raises(
-        BundleError, match=r"model.safetensors: its (header cannot be parsed|bytes do not match their digest)"
-    ):
+    with pytest.raises(BundleError, match=r"model.safetensors: its header cannot be parsed"):
         load_for_logits(damaged, policy="static:w4", device_memory=budget)
 
 

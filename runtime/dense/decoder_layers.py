@@ -10,8 +10,9 @@ of the parts.
 After streamed weights Python's own code is cold, and a layer's checks take 0.2 to 0.3 ms of it, beside 1 ms of kernels.
 So one call runs all layers that followed one another in an earlier pass, for one token of each sequence, with the
 arguments of the first. The model then calls each of them as ever; a layer hands out what is made if it is given the
-very objects that were foreseen, unchanged, and computes if not. Modules are checked before the call: what code between
-two layers of a pass does to the modules behind it counts from the next pass on, unless it is a layer's hook.
+very objects that were foreseen, unchanged as far as torch counts changes, and computes if not. Modules are checked
+before the call: what code between two layers of a pass does to the modules behind it counts from the next pass on,
+unless it is a layer's hook.
 """
 
 from __future__ import annotations
@@ -343,18 +344,19 @@ class _Line:
 
     def take(self, place: _Place, x: object, given: dict[str, Any], step: Step) -> _Made | None:
         """Return what was made for a layer, if it was made for this call."""
-        found = self.foreseen.pop(place, None)
-        if found is None or found.is_for(place, x, given, step):
-            return None if found is None else found.made
-        found.before.apart = APART
-        self.foreseen.clear()
-        return None
+        found = self.foreseen.get(place)
+        if found is None or found is not next(iter(self.foreseen.values())) or not found.is_for(place, x, given, step):
+            self.ended()
+            return None
+        del self.foreseen[place]
+        return found.made
 
     def ended(self) -> None:
-        """Run no layers ahead for a while that a whole pass has left out, as an early exit does."""
+        """Forget what no layer took, and do not run the first of those layers ahead for a while."""
         for left in self.foreseen.values():
             left.before.apart = APART
             break
+        self.foreseen.clear()
 
     def run(
         self, module: FamilyModule, place: _Place, x: Tensor, made: _Made, given: dict[str, Any], step: Step
@@ -392,7 +394,7 @@ class _Line:
 
 def _follower(module: FamilyModule, place: _Place) -> tuple[FamilyModule, _Place] | None:
     """Return the layer that took a layer's result as it is in an earlier pass, if nobody listens between them."""
-    if place.apart:
+    if place.apart > 0:
         place.apart -= 1
         return None
     behind = None if place.follower is None else place.follower()
@@ -489,8 +491,15 @@ def _row(given: dict[str, Any], place: _Place, x: Tensor, step: Step, ahead: boo
         return None
     if not _sees_all(place, given.get(MASK), len(x), keys.shape[2] + 1, step):
         return None
+    values = layer.values
+    changes = _version(keys), _version(values)
     longer = with_room(layer)
-    return _Row(*longer, functools.partial(keep, layer, *longer), lambda: layer.keys is keys)
+
+    def is_next() -> bool:
+        held = cache.layers[number] is layer and layer.keys is keys and layer.values is values
+        return held and (_version(keys), _version(values)) == changes
+
+    return _Row(*longer, functools.partial(keep, layer, *longer), is_next)
 
 
 def _alike(tried: CpuProjections, x: Tensor, keys: Tensor, values: Tensor) -> bool:

@@ -210,18 +210,28 @@ def test_routing_is_counted_and_others_interfere(bundle, monkeypatch, calls):
     assert alone() == (False, whole - share)
 
 
-def other_memory(x, turn):
+def nothing(x, turn, cache):
+    return x, turn
+
+
+def other_memory(x, turn, cache):
     x.data = x * 2
     return x, turn
 
 
+def other_values(x, turn, cache):
+    cache.layers[3].values = cache.layers[3].values * 2
+    return x, turn
+
+
 BETWEEN = {
-    "nothing": lambda x, turn: (x, turn),
-    "a change in place": lambda x, turn: (x.mul_(2), turn),
+    "nothing": nothing,
+    "a change in place": lambda x, turn, cache: (x.mul_(2), turn),
     "other memory": other_memory,
-    "another tensor": lambda x, turn: (x * 2, turn),
-    "other angles": lambda x, turn: (x, (turn[1], turn[0])),
-    "angles changed in place": lambda x, turn: (x, (turn[0].mul_(-1), turn[1])),
+    "another tensor": lambda x, turn, cache: (x * 2, turn),
+    "other angles": lambda x, turn, cache: (x, (turn[1], turn[0])),
+    "angles changed in place": lambda x, turn, cache: (x, (turn[0].mul_(-1), turn[1])),
+    "other values": other_values,
 }
 
 
@@ -240,7 +250,7 @@ def test_what_stands_between_layers_counts(mode, bundle, monkeypatch, lines):
             with mode(), of._moepack_wrapper.alone():
                 for layer in of.model.layers:
                     x = layer(x, position_embeddings=turn, attention_mask=None, cache=cache)
-                    x, turn = BETWEEN[between if token == 9 else "nothing"](x, turn)
+                    x, turn = BETWEEN[between if token == 9 else "nothing"](x, turn, cache)
             out.append(x)
         return [*out, *(held for layer in cache.layers for held in (layer.keys, layer.values))]
 
@@ -251,7 +261,7 @@ def test_what_stands_between_layers_counts(mode, bundle, monkeypatch, lines):
         lines.clear()
         assert all(map(torch.equal, through(model, between), through(plain, between))), between
         assert max(lines) == layers, "one call runs all"
-        assert lines[-1] == layers - (between != "nothing"), "what was in vain is not done again soon"
+        assert min(lines[-2:]) < layers or between == "nothing", "what was in vain is not done again soon"
 
 
 def test_hooks_of_layers_and_layers_that_come_twice(bundle, monkeypatch, lines):
@@ -310,6 +320,12 @@ def test_layers_that_are_never_called_are_not_run_ahead(bundle, monkeypatch, lin
     assert decode(cache) == [2] and ends.count([4]) <= 12 // (1 + decoder_layers.APART) + 1, "in vain once, and seldom"
     model.model.layers = every
     assert decode() == [4] and [2, 2] in ends, "and again after a while"
+    cache = DynamicCache(config=model.config)
+    decode(cache)
+    model.model.layers = nn.ModuleList([every[0], *every[2:]])
+    decode(cache)
+    assert sum(ends[0]) > 3 and all(sum(each) == 3 for each in ends[1:]), "of a layer in the middle, in vain once"
+    model.model.layers = every
     cache = DynamicCache(config=model.config)
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0

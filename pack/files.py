@@ -26,8 +26,8 @@ _SPECIAL = (
 )  # fmt: skip
 
 
-def advise(file: int, advice: Literal["RANDOM", "DONTNEED"], at: int = 0, size: int = 0) -> None:
-    """Tell the system how it need not cache a range of a file, by default all; macOS takes no such advice."""
+def advise(file: int, advice: Literal["RANDOM", "DONTNEED", "WILLNEED"], at: int = 0, size: int = 0) -> None:
+    """Tell the system how a range of a file, by default all, will be read; macOS takes no such advice."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, at, size, getattr(os, f"POSIX_FADV_{advice}"))
 

@@ -1,14 +1,13 @@
 """Layer files: the extents of one version of one layer, as a safetensors file whose data are whole pages.
 
-A file is written one extent at a time and the header last, so that only one extent is in memory. It is read through a
-file mapping: an extent is a view, and no bytes are copied. FORMAT.md, "Layer files".
+A file is written one extent at a time and the header last, so that only one extent is in memory. It is read an extent at
+a time too, and not through a mapping: a mapped file that is cut ends the process. FORMAT.md, "Layer files".
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import mmap
 import os
 import struct
 from pathlib import Path
@@ -18,10 +17,10 @@ import numpy as np
 
 from .codec.bits import Buffer
 from .errors import BundleError, Kind
-from .files import advise, open_file, writing
+from .files import advise, open_file, opened, writing
 from .manifest import ExpertFileEntry
 from .safetensors_file import Header, make_header, parse_header
-from .spec import MAX_EXTENT, MEMORY_PAGE, PAGE, DenseLayer, ExpertLayer, Version, align
+from .spec import MAX_EXTENT, PAGE, DenseLayer, ExpertLayer, Version, align
 
 Layer = ExpertLayer | DenseLayer
 _DIGITS = 15  # most decimal digits of a byte offset: a header's size is fixed before the offsets are known
@@ -120,6 +119,7 @@ class LayerFile:
 
     def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: Layer) -> None:
         self.location = f"{root}/{name}"
+        self._at = root, name
         self.version = version
         self.layer = layer
         file = open_file(root, name)
@@ -128,8 +128,7 @@ class LayerFile:
                 raise self._bad("size", f"{size} bytes, the manifest says {entry.size}")
             advise(file, "RANDOM")  # some systems read 8 MiB of extents with a header
             head = os.pread(file, entry.header_size, 0)
-            self._map = mmap.mmap(file, 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise self._bad("read", f"cannot be read: {error}") from None
         finally:
             os.close(file)
@@ -138,7 +137,6 @@ class LayerFile:
         if struct.unpack("<Q", head[:8])[0] != entry.header_size - 8:
             raise self._bad("header", "its header length does not match the manifest")
         self._check(parse_header(head, entry.size, self.location))
-        self._bytes = np.frombuffer(self._map, np.uint8)
 
     def _bad(self, kind: Kind, message: str) -> BundleError:
         return BundleError.single(self.location, kind, message)
@@ -168,21 +166,27 @@ class LayerFile:
         self._spans = spans
 
     def extent(self, number: int, check_digest: bool = True) -> Buffer:
-        """A read-only view of the extent of one expert or one dense matrix.
+        """Read the extent of one expert or one dense matrix; the array is read-only.
 
-        Raises BundleError when its bytes do not match their digest.
+        Raises BundleError when the file ends before it, or when its bytes do not match their digest.
         """
         begin, end = self._spans[number]
-        view = self._bytes[begin:end]
-        if check_digest and hashlib.sha256(view.data).hexdigest() != self.digests[number]:
+        extent = np.empty(end - begin, np.uint8)
+        with opened(*self._at) as file:
+            file.seek(begin)
+            got = file.readinto(extent.data)
+        if got < len(extent):
+            raise BundleError.single(self.place(number), "size", "the file ends before it")
+        if check_digest and hashlib.sha256(extent.data).hexdigest() != self.digests[number]:
             raise BundleError.single(self.place(number), "digest", "its bytes do not match their digest")
-        return view
+        extent.setflags(write=False)
+        return extent
 
     def ahead(self, number: int) -> None:
         """Have the system begin to read an extent."""
         begin, end = self._spans[number]
-        begin -= begin % MEMORY_PAGE  # the system takes advice from a page of its own on
-        self._map.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+        with opened(*self._at) as file:
+            advise(file.fileno(), "WILLNEED", begin, end - begin)
 
     def place(self, number: int) -> str:
         """The place of an extent, in words for messages."""

@@ -133,14 +133,14 @@ def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     from moepack.runtime.dense.indexer import serve_indexers
     from moepack.runtime.dense.latent import serve_latents
     from moepack.runtime.dense.latent_projections import serve_latent_projections
-    from moepack.runtime.dense.linear_attention import serve_linear_attention
+    from moepack.runtime.dense.linear_attention import serve_linear_attention, serve_scans
     from moepack.runtime.dense.norms import serve_norms
     from moepack.runtime.dense.projections import serve_projections
 
     norms = serve_norms(model)
     routers = serve_routers(model, [layer.module for layer in bundle.layers])
     attention = serve_attention(model) | serve_latents(model) | serve_linear_attention(model)
-    attention |= serve_indexers(model)
+    attention |= serve_scans(model) | serve_indexers(model)
     attention |= serve_projections(model) | serve_latent_projections(model)
     return norms | routers | attention | serve_layers(model)
 

@@ -2,9 +2,6 @@
 
 Linear attention, state space models and short convolutions read their state and write it, and the server packs tokens
 of several sequences into one pass. All other modules see the whole pass.
-
-The server also reads a prompt in several passes. The scan of Jamba's layers begins with zeros in every pass of several
-tokens, so here it goes on from the state in the cache, by the step that the module's own code takes for one token.
 """
 
 from __future__ import annotations
@@ -16,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.step.context import PackedCache
 
-from .linears import FamilyModule, in_place_of, with_name
+from .linears import FamilyModule, in_place_of
+from .scans import going_on, has_scan
 
 WRITES = frozenset({"update_conv_state", "update_recurrent_state"})  # methods of a cache
-SCAN, STEP = "mamba_selective_scan", "mamba_selective_state_update"  # names in a family's own file
 
 
 def serve_rows(model: nn.Module, layers: Collection[int]) -> set[int]:
@@ -45,7 +41,7 @@ def serve_rows(model: nn.Module, layers: Collection[int]) -> set[int]:
             continue
         found.add(number)
         if getattr(module, "_moepack_linear", None) is None and "_moepack_by_row" not in vars(kind):
-            module.__class__ = _in_rows(kind)
+            module.__class__ = in_rows(kind)
     return found
 
 
@@ -59,8 +55,10 @@ def _keeps_state(kind: type[nn.Module]) -> bool:
 
 
 @functools.cache
-def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
-    made = in_place_of(kind, by_row(_going_on(kind.forward)))
+def in_rows(kind: type[nn.Module]) -> type[nn.Module]:
+    """Make a subclass of `kind` whose forward runs each sequence of a packed pass by itself, from its state."""
+    forward = going_on(kind.forward) if has_scan(kind) else kind.forward
+    made = in_place_of(kind, by_row(forward))
     made._moepack_by_row = True  # type: ignore[attr-defined]
     return made
 
@@ -93,49 +91,3 @@ def by_row(plain: Callable[..., object]) -> Callable[..., object]:
         return torch.cat(whole, dim=1)
 
     return forward
-
-
-def _going_on(plain: Callable[..., object]) -> Callable[..., object]:
-    """Make a forward whose scan begins with the state in the cache; return `plain` if it has no such scan."""
-    code: Any = inspect.unwrap(plain)
-    if SCAN not in code.__code__.co_names:
-        return plain
-    step = code.__globals__[STEP]
-
-    @functools.wraps(plain)
-    def forward(self: FamilyModule, *args: object, **kwargs: object) -> object:
-        cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
-        state = None if cache is None else cache.get_recurrent_state(self.layer_idx, state_idx=0)
-        own: Any = plain
-        if state is not None:
-            own = with_name(own, SCAN, functools.partial(_scan, step, state))
-        return own(self, *args, **kwargs)
-
-    return forward
-
-
-def _scan(
-    step: Callable[..., Tensor],
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    *,
-    D: Tensor,
-    z: Tensor,
-    delta_bias: Tensor,
-    delta_softplus: bool,
-    **_: object,
-) -> tuple[Tensor, Tensor]:
-    """Return what transformers' scan of this name does: results [batch, channels, tokens], and the last state.
-
-    `state` is [batch, channels, size], `x`, `dt` and `z` are as results are, `b` and `c` [batch, size, tokens].
-    """
-    state = state.clone()
-    given = {"D": D, "dt_bias": delta_bias, "dt_softplus": delta_softplus}
-    made = []
-    for t in range(x.shape[-1]):
-        made.append(step(state, x[..., t], dt[..., t], a, b[..., t], c[..., t], z=z[..., t], **given))
-    return torch.stack(made, dim=-1), state

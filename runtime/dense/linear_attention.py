@@ -1,4 +1,5 @@
 """Linear attention by the gated delta rule and Mamba-2: a kernel call between projections, for tokens and for prompts.
+Of Mamba's layers (Jamba) the kernel runs the scan alone.
 
 Such a module projects its input, convolves queries, keys and values, moves its state on by each token, normalises and
 gates the result, and multiplies it once more. transformers' own code does that by some thirty operations of torch, of
@@ -10,6 +11,7 @@ single tokens and of a few after it, of one sequence without a mask and of two, 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,13 +27,15 @@ from moepack.runtime.kernels.delta_native import DeltaRule, DeltaSizes, DeltaWei
 from moepack.runtime.kernels.mamba_native import Mamba, MambaSizes, MambaWeights
 from moepack.runtime.step.context import PackedCache
 
-from .by_row import by_row
+from .by_row import by_row, in_rows
 from .linears import FamilyModule, Uncopied, in_place_of, is_observed, learns
 from .norms import epsilon_of
 from .projections import NUMBER, cache_argument
+from .scans import has_scan
 from .values import CLOSE, Trials
 
 TOKENS = (5, 1, 3, 1)  # random tokens of a trial's passes, one after another
+SCANNED = (5, 1, 1)  # likewise: transformers' scan of later tokens, if they are several, does not go on from its state
 # What the code of all these modules reads, and what some read. A name beyond these may be a step that the kernel lacks.
 ALL = """apply_mask_to_padding_states causal_conv1d_fn causal_conv1d_update conv1d conv_kernel_size get_conv_state
     get_recurrent_state layer_idx update_conv_state update_recurrent_state"""
@@ -160,6 +164,33 @@ def serve_linear_attention(model: nn.Module) -> dict[str, int]:
             module._moepack_linear = place  # type: ignore[assignment]
             module.__class__ = _served(kind, cache)
     return trials.done()
+
+
+def serve_scans(model: nn.Module) -> dict[str, int]:
+    """Let Mamba's layers run the scan that the kernel reproduces; return how many were changed, by class."""
+    trials = Trials[bool]()
+    for module in model.modules():
+        kind: Any = type(module)
+        cache = next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), None)
+        if cache is None or not has_scan(kind) or "forward" in module.__dict__:
+            continue
+        trial = functools.partial(_scans_alike, module, cache, model.config)
+        if trials.count(module, trials.result(module, trial, without=NUMBER) is not None):
+            module._moepack_scan = True  # type: ignore[assignment]
+            module.__class__ = in_rows(kind)
+    return trials.done()
+
+
+def _scans_alike(module: FamilyModule, cache_name: str, config: Any) -> bool | None:
+    """Return true if a module's results and states are those that the kernel's scan leads to, else None."""
+    kind: Any = type(module)
+    runs = kind.forward, in_rows(kind).forward
+    module._moepack_scan = True
+    try:
+        agree = _run_alike(module, runs, module.conv1d.weight.dtype, SCANNED, cache_name, config)
+        return True if agree else None
+    finally:
+        del module._moepack_scan
 
 
 def _trial(module: FamilyModule, cache: str, config: Any) -> bool | None:
@@ -334,31 +365,48 @@ def _agrees(module: FamilyModule, place: _Place | None, cache_name: str, config:
         return False
     kind: Any = type(module)
     module._moepack_linear = place
-    generator = torch.Generator().manual_seed(0)
     try:
-        for batch in (1, 2):
-            x = torch.randn(batch, sum(TOKENS), module.hidden_size, generator=generator).bfloat16()
-            wanted, got = (
-                _passes(module, run, x, DynamicCache(config=config), cache_name)
-                for run in (kind.forward, _served(kind, cache_name).forward)
-            )
-            if not all(map(_near, wanted, got)):
-                return False
+        runs = kind.forward, _served(kind, cache_name).forward
+        return _run_alike(module, runs, torch.bfloat16, TOKENS, cache_name, config)
     except Exception:  # of any kind, from a family's code
         return False
     finally:
         del module._moepack_linear
+
+
+def _run_alike(
+    module: FamilyModule,
+    runs: Sequence[Callable[..., Tensor]],
+    dtype: torch.dtype,
+    lengths: Sequence[int],
+    cache_name: str,
+    config: Any,
+) -> bool:
+    """Whether two forwards of a module agree in passes of these lengths, of one sequence and of two."""
+    generator = torch.Generator().manual_seed(0)
+    for batch in (1, 2):
+        x = torch.randn(batch, sum(lengths), module.hidden_size, generator=generator).to(dtype)
+        wanted, got = (_passes(module, run, x, lengths, DynamicCache(config=config), cache_name) for run in runs)
+        if not all(map(_near, wanted, got)):
+            return False
     return True
 
 
-def _passes(module: FamilyModule, run: Callable[..., Tensor], x: Tensor, cache: Cache, cache_name: str) -> list[Tensor]:
+def _passes(
+    module: FamilyModule,
+    run: Callable[..., Tensor],
+    x: Tensor,
+    lengths: Sequence[int],
+    cache: Cache,
+    cache_name: str,
+) -> list[Tensor]:
     """Return what a module's passes make of `x`, and the states that the cache then holds.
 
     The second sequence of two begins with a token of padding.
     """
     out = []
     start = 0
-    for tokens in TOKENS:
+    for tokens in lengths:
         mask = None
         if len(x) > 1 and not start:
             mask = torch.ones(len(x), tokens, dtype=torch.bool)

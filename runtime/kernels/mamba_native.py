@@ -1,4 +1,5 @@
-"""State space layers of Mamba-2 on a CPU (c/mamba.c), from the one projection to the input of the last product.
+"""State space layers on a CPU (c/mamba.c): of Mamba-2, from the one projection to the input of the last product, and
+the scan of Mamba.
 
 A decoded token reads and writes a float32 state of heads * dim * size numbers, and reads the weights of two products:
 Nemotron-3-Nano's layer has 64 * 64 * 128 numbers, so 4.2 MB of state beside 77 MB of weights in BF16 or 20 MB in w4;
@@ -30,7 +31,16 @@ class _Mamba(ctypes.Structure):
     ]
 
 
+class _Scan(ctypes.Structure):
+    _fields_ = [
+        *((name, POINTER) for name in ("x", "steps", "rates", "b", "c", "states", "out")),
+        *((name, WORD) for name in ("sequences", "channels", "tokens", "size")),
+    ]
+
+
 library.moepack_mamba.argtypes = [POINTER, WORD]
+library.moepack_scan.argtypes = [POINTER, WORD]
+library.moepack_scan.restype = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +160,44 @@ class Mamba:
         if library.moepack_mamba(ctypes.addressof(call), threads or torch.get_num_threads()):
             raise MemoryError(f"no memory for a state space layer of {tokens} tokens")
         return out
+
+
+def scan(
+    x: Tensor, steps: Tensor, rates: Tensor, b: Tensor, c: Tensor, state: Tensor, threads: int | None = None
+) -> Tensor:
+    """Return the results of Mamba's scan, float32 [sequences, channels, tokens]; the state moves on.
+
+    `s <- exp(step * rates) s + (step * x) b`, and a result is `s c` (Mamba, arXiv:2312.00752, algorithm 2). For Jamba's
+    8,192 channels of 16 numbers, transformers' own scan of 512 tokens makes three tensors of 268 MB each.
+
+    Args:
+        x: [sequences, channels, tokens].
+        steps: as `x`; not below 0.
+        rates: [channels, size]; not above 0.
+        b: [sequences, tokens, size].
+        c: as `b`.
+        state: float32 [sequences, channels, size], contiguous.
+        threads: that compute; by default torch's number.
+
+    Raises:
+        ValueError: for tensors of other sizes, or a state that cannot be changed in place.
+    """
+    sequences, channels, tokens = x.shape
+    size = rates.shape[-1]
+    shapes = {
+        (sequences, channels, tokens): (x, steps),
+        (channels, size): (rates,),
+        (sequences, tokens, size): (b, c),
+        (sequences, channels, size): (state,),
+    }
+    fits = state.dtype == torch.float32 and state.is_contiguous()
+    for shape, tensors in shapes.items():
+        fits = fits and all(t.shape == shape and t.device.type == "cpu" for t in tensors)
+    if not fits:
+        raise ValueError(f"a scan of {tuple(x.shape)} does not fit a state of {state.dtype} {tuple(state.shape)}")
+    given = [t.float().contiguous() for t in (x, steps, rates, b, c)]
+    out = torch.empty_like(given[0])
+    places = [t.data_ptr() for t in (*given, state, out)]
+    call = _Scan(*places, sequences, channels, tokens, size)
+    library.moepack_scan(ctypes.addressof(call), threads or torch.get_num_threads())
+    return out

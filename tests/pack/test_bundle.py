@@ -44,7 +44,12 @@ def test_layer_file_is_plain_safetensors_and_page_aligned(tmp_path):
         assert (f.get_tensor("expert.00001") == 2).all() and len(f.get_tensor("expert.00001")) == 2 * PAGE
     file = LayerFile(tmp_path, "x.safetensors", entry, Version.of("bf16"), LAYER)
     assert [file.offset(e) % PAGE for e in range(3)] == [0, 0, 0]
-    assert (file.extent(2) == 3).all() and not file.extent(2).flags.writeable
+    extent = file.extent(2)
+    assert (extent == 3).all() and not extent.flags.writeable
+    os.truncate(tmp_path / "x.safetensors", entry.size - 1)
+    with pytest.raises(BundleError, match="expert 2, version bf16: the file ends before it"):
+        file.extent(2)
+    assert (extent == 3).all(), "what was read stays"
 
 
 def test_layer_file_that_fails_leaves_nothing(tmp_path):

@@ -1,5 +1,6 @@
-/* State space layers of Mamba-2 (Nemotron-H, Granite 4), from the one projection to the input of the last product: causal
- * convolution, update of the state, and normalisation of the gated results.
+/* State space layers. Those of Mamba (Jamba): the scan alone, below. Those of Mamba-2 (Nemotron-H, Granite 4), from the one
+ * projection to the input of the last product: causal convolution, update of the state, and normalisation of the gated
+ * results.
  *
  * Each head keeps a state S [dim][size], and for a token with input x [dim], step s > 0, and its group's B and C [size]
  *
@@ -29,7 +30,22 @@ typedef struct {
     float epsilon, least, most;                   /* limits of steps, where a sequence has more tokens than one */
 } Mamba;
 
+/* Mamba's scan (arXiv:2312.00752, algorithm 2). Each channel keeps a state s [size], and for a token with input x, step > 0,
+ * and B and C [size] that all channels share
+ *
+ *     s <- exp(step * rates) s + (step * x) B;  out = s C
+ */
 typedef struct {
+    const float *x, *steps; /* [sequences][channels][tokens], as `out` */
+    const float *rates;     /* [channels][size], not above 0 */
+    const float *b, *c;     /* [sequences][tokens][size] */
+    float *states;          /* [sequences][channels][size] */
+    float *out;
+    int64_t sequences, channels, tokens, size;
+} Scan;
+
+typedef struct {
+    const Scan *scan; /* or 0, for a layer of Mamba-2 */
     const Mamba *m;
     float *rows; /* [TOKENS][channels], of the tokens from `from` to `to` */
     int64_t from, to, tasks;
@@ -124,7 +140,43 @@ SMALL void finish(const Run *run, int64_t t, int64_t part) {
     for (int64_t c = 0; c < cols; c++) m->out[t * inner + at + c] = narrow(widen(m->weight[at + c]) * (x[c] * by));
 }
 
+/* A token in a channel; returns its result. */
+SMALL float scanned(float *restrict state, const float *restrict rates, const float *restrict b, const float *restrict c,
+                    int64_t size, float step, float given) {
+    float sums[LANES] = {0};
+    int64_t k = 0;
+    for (; k + LANES <= size; k += LANES)
+        for (int i = 0; i < LANES; i++) {
+            const float now = state[k + i] * exponential(step * rates[k + i]) + given * b[k + i];
+            state[k + i] = now;
+            sums[i] += now * c[k + i];
+        }
+    for (; k < size; k++) {
+        state[k] = state[k] * exponential(step * rates[k]) + given * b[k];
+        sums[k % LANES] += state[k] * c[k];
+    }
+    return total(sums);
+}
+
+SMALL void scan_channels(const Scan *run, int64_t i) {
+    const int64_t parts = (run->channels + CHANNELS - 1) / CHANNELS, sequence = i / parts, size = run->size;
+    const int64_t end = least(i % parts * CHANNELS + CHANNELS, run->channels);
+    for (int64_t channel = i % parts * CHANNELS; channel < end; channel++) {
+        const int64_t row = sequence * run->channels + channel;
+        for (int64_t t = 0; t < run->tokens; t++) {
+            const int64_t at = row * run->tokens + t, token = (sequence * run->tokens + t) * size;
+            const float step = run->steps[at];
+            run->out[at] = scanned(run->states + row * size, run->rates + channel * size, run->b + token, run->c + token, size,
+                                   step, step * run->x[at]);
+        }
+    }
+}
+
 SMALL void task(const Run *run, int64_t i, Step *step) {
+    if (run->scan) {
+        scan_channels(run->scan, i);
+        return;
+    }
     const Mamba *m = run->m;
     if (run->stage == 2) {
         finish(run, run->from + i / m->parts, i % m->parts);
@@ -183,4 +235,11 @@ int moepack_mamba(const Mamba *m, int64_t threads) {
     }
     free(run.rows);
     return 0;
+}
+
+void moepack_scan(const Scan *scan, int64_t threads) {
+    Run run = {.scan = scan, .tasks = scan->sequences * ((scan->channels + CHANNELS - 1) / CHANNELS)};
+    if (scan->sequences * scan->tokens * scan->channels * scan->size < 65536) threads = 1;
+    atomic_init(&run.next, 0);
+    moepack_parallel(some, &run, (int)least(threads, run.tasks));
 }

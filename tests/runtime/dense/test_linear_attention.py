@@ -11,6 +11,7 @@ from transformers.models.qwen3_next import modeling_qwen3_next as code
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.dense import linear_attention
 from moepack.runtime.dense.linear_attention import serve_linear_attention
+from moepack.runtime.kernels import mamba_native
 from moepack.runtime.kernels.delta_native import DeltaRule
 from moepack.runtime.kernels.mamba_native import Mamba
 from moepack.server.batching.engine import Engine
@@ -23,13 +24,14 @@ FAMILIES = {
     "nemotron_h": {},
     "granitemoehybrid": {},
 }
+SIZES = {**FAMILIES, "jamba": {"mamba_d_state": 5, "mamba_dt_rank": 7}}
 IDS = torch.randint(1, 60, (2, 90), generator=torch.Generator().manual_seed(0))
 STEPS = (70, *(1,) * 12, 8)  # tokens of the passes: a prompt of more than a block, tokens, and a few after them
 
 
 def model_of(family, dtype=torch.bfloat16, **extra):
     """A random model, whose layers forget at many rates, not yet served."""
-    model, _ = random_model(family, torch.float32, **{"hidden_size": 64, **FAMILIES[family], **extra})
+    model, _ = random_model(family, torch.float32, **{"hidden_size": 64, **SIZES[family], **extra})
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -96,6 +98,26 @@ def test_errors_are_at_most_those_of_plain_bf16(family, runs):
             right, other, state = (x.recurrent_states[0] for x in (exact_layer, plain_layer, layer))
             assert state.dtype == torch.float32
             assert (state - right).norm() < 1.2 * (other - right).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_scan_goes_on_from_its_state(dtype, monkeypatch):
+    """Jamba's, in passes of many tokens, one and a few: as transformers' scan of all in one pass, padding included."""
+    ran = []
+    run = mamba_native.scan
+    monkeypatch.setattr(mamba_native, "scan", lambda *given: ran.append(given[0].shape[-1]) or run(*given))
+    mask = torch.ones(2, sum(STEPS), dtype=torch.bool)
+    mask[1, :3] = False
+    exact, plain, ours = (model_of("jamba", kind) for kind in (torch.float32, dtype, dtype))
+    changed = linear_attention.serve_scans(ours)
+    assert changed == {"JambaMambaMixer": len(layers_of(ours))}
+    ran.clear()
+    with torch.no_grad():
+        wanted, _ = outputs(exact, (sum(STEPS),), mask)
+        other, _ = outputs(plain, (sum(STEPS),), mask)
+        got, _ = outputs(ours, STEPS, mask)
+    assert ran == [*STEPS] * len(layers_of(ours))
+    assert (got - wanted).norm() <= 1.2 * (other - wanted).norm() + 1e-6 * wanted.norm()
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])

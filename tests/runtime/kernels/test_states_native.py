@@ -11,7 +11,7 @@ from torch.nn.functional import conv1d, silu, softplus
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.kernels import affine_native as native
 from moepack.runtime.kernels.delta_native import DeltaRule, DeltaSizes, DeltaWeights, Lies
-from moepack.runtime.kernels.mamba_native import Mamba, MambaSizes, MambaWeights
+from moepack.runtime.kernels.mamba_native import Mamba, MambaSizes, MambaWeights, scan
 
 DELTA = [
     DeltaSizes(1, 1, 3, 5, 2),
@@ -140,6 +140,41 @@ class MambaLayer(Layer):
             out.append(torch.einsum("hds,hs->hd", state, c[t]) + self.skip.double()[:, None] * given[t])
         y = (torch.stack(out).flatten(1) * silu(gate)).view(len(x), sizes.parts, -1)
         return (y * (y.square().mean(-1, keepdim=True) + EPSILON).rsqrt()).flatten(1) * self.norm.double()
+
+
+@pytest.mark.parametrize("level", range(native.BEST + 1))
+@pytest.mark.parametrize(("channels", "size", "tokens"), [(1, 1, 1), (133, 5, 3), (300, 16, 40), (129, 37, 2)])
+def test_a_scan_against_float64(channels, size, tokens, level):
+    """Two sequences in two calls, on one thread and on two: the same bits."""
+    draw = torch.Generator().manual_seed(0)
+    x, steps = (torch.randn(2, channels, tokens, generator=draw) for _ in range(2))
+    b, c = (torch.randn(2, tokens, size, generator=draw) for _ in range(2))
+    steps = softplus(steps * 4)
+    rates = -torch.rand(channels, size, generator=draw) * 30
+    state = torch.randn(2, channels, size, generator=draw)
+    wanted = state.double()
+    out = []
+    for t in range(tokens):
+        by = (steps[:, :, t, None].double() * rates).exp()
+        wanted = wanted * by + (steps * x)[:, :, t, None].double() * b[:, t, None]
+        out.append(torch.einsum("ncs,ns->nc", wanted, c[:, t].double()))
+    native.use_level(level)
+    other = state.clone()
+    got = scan(x, steps, rates, b, c, state, threads=1)
+    halves = [slice(0, tokens // 2), slice(tokens // 2, tokens)]
+    parts = [scan(x[..., h], steps[..., h], rates, b[:, h], c[:, h], other, threads=2) for h in halves]
+    assert torch.equal(torch.cat(parts, 2), got) and torch.equal(state, other)
+    for found, right in ((got, torch.stack(out, 2)), (state, wanted)):
+        assert (found - right).abs().max() <= 1e-5 * right.abs().max()
+
+
+def test_a_scan_of_other_sizes_is_refused():
+    x, rates, b, state = torch.ones(1, 4, 2), -torch.ones(4, 3), torch.ones(1, 2, 3), torch.zeros(1, 4, 3)
+    for wrong in (state[:, :3], state.bfloat16(), state.transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(ValueError, match="does not fit"):
+            scan(x, x, rates, b, b, wrong)
+    with pytest.raises(ValueError, match="does not fit"):
+        scan(x, x, rates, b, b[:, :1], state)
 
 
 def rows(inputs, span):

@@ -97,25 +97,6 @@ def test_parts_of_pages_are_not_given_back(pages):
             memory.give_back(start, size)
 
 
-def test_extents_are_read_ahead_from_whole_pages(pages, bundle):
-    """The fault: advice for a range that begins inside a page, which the system refuses."""
-    file = open_bundle(bundle).layer_file("w2", 0)
-    asked = []
-
-    class Asked:
-        def madvise(self, advice, start, length):
-            assert advice == mmap.MADV_WILLNEED
-            asked.append((start, start + length))
-
-    real, file._map = file._map, Asked()
-    for expert in range(8):
-        file.ahead(expert)
-        begin = file.offset(expert)
-        assert asked[-1] == (begin - begin % pages.size, begin + file.extent_size(expert))
-    file._map = real
-    assert any(file.offset(e) % pages.size for e in range(8)), "else nothing was tried"
-
-
 @pytest.mark.parametrize(
     ("at", "size", "found", "is_cached"),
     [(0, 2, 1, True), (-1, 2, 1, False), (-1, 2, 2, True), (0, 1, 0, False)],  # 4 KiB from a page's begin; its pages

@@ -1,0 +1,133 @@
+"""The scan of Mamba's layers (Jamba), which begins with the state in the cache, in passes of several tokens too.
+
+transformers' scan of several tokens begins with zeros, so a prompt that is read in several passes would be wrong. It
+also makes three tensors of channels * size numbers for each token, where the kernel makes none. The layer's other
+operations are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from .linears import FamilyModule, learns, with_name
+
+SCAN, STEP = "mamba_selective_scan", "mamba_selective_state_update"  # names in a family's own file
+Results = Tensor | tuple[Tensor, Tensor]
+
+
+def has_scan(kind: type[nn.Module]) -> bool:
+    """Whether a class's own code calls the scan."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and SCAN in code.co_names
+
+
+def going_on(plain: Callable[..., object]) -> Callable[..., object]:
+    """Make a forward whose scan begins with the state in the cache, for `plain`, a forward that calls the scan.
+
+    Modules with a true `_moepack_scan` run the kernel.
+    """
+    code: Any = inspect.unwrap(plain)
+    own_scan, own_step = (code.__globals__[name] for name in (SCAN, STEP))
+
+    @functools.wraps(plain)
+    def forward(self: FamilyModule, *args: object, **kwargs: object) -> object:
+        cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
+        state = None if cache is None else cache.get_recurrent_state(self.layer_idx, state_idx=0)
+        native = getattr(self, "_moepack_scan", False)
+        scan = functools.partial(_scan, native, own_scan, own_step, state)
+        step = functools.partial(_step, native, own_step)
+        run: Any = with_name(with_name(plain, SCAN, scan), STEP, step)  # type: ignore[arg-type]
+        return run(self, *args, **kwargs)
+
+    return forward
+
+
+def _scan(
+    native: bool,
+    own_scan: Callable[..., Results],
+    own_step: Callable[..., Tensor],
+    state: Tensor | None,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor,
+    z: Tensor,
+    delta_bias: Tensor,
+    delta_softplus: bool,
+    return_last_state: bool = False,
+    **more: object,
+) -> Results:
+    """Return what transformers' scan of this name does: results [batch, channels, tokens], and the last state.
+
+    `state` is [batch, channels, size], `x`, `dt` and `z` are as results are, `b` and `c` [batch, size, tokens].
+    """
+    if native and delta_softplus and _fits(x, dt, a, b, c, D, z, delta_bias):
+        last = x.new_zeros(len(x), *a.shape, dtype=torch.float32) if state is None else _copy(state)
+        out = _native(last, x, dt, a, b.transpose(1, 2), c.transpose(1, 2), D, z, delta_bias)
+    elif state is None:
+        given = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
+        return own_scan(x, dt, a, b, c, return_last_state=return_last_state, **given, **more)
+    else:
+        last = state.clone()
+        given = {"D": D, "dt_bias": delta_bias, "dt_softplus": delta_softplus}
+        made = []
+        for t in range(x.shape[-1]):
+            made.append(own_step(last, x[..., t], dt[..., t], a, b[..., t], c[..., t], z=z[..., t], **given))
+        out = torch.stack(made, dim=-1)
+    return (out, last) if return_last_state else out
+
+
+def _step(
+    native: bool,
+    own_step: Callable[..., Tensor],
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor,
+    z: Tensor,
+    dt_bias: Tensor,
+    dt_softplus: bool,
+) -> Tensor:
+    """Return what transformers' step of this name does for one token, and move the state on."""
+    if not (native and dt_softplus and _fits(state, x, dt, a, b, c, D, z, dt_bias)):
+        return own_step(state, x, dt, a, b, c, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
+    last = state if state.dtype == torch.float32 and state.is_contiguous() else _copy(state)
+    out = _native(last, x[..., None], dt[..., None], a, b[:, None], c[:, None], D, z[..., None], dt_bias)
+    if last is not state:
+        state.copy_(last)
+    return out[..., 0].to(x.dtype)
+
+
+def _native(
+    state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor
+) -> Tensor:
+    """Return the gated results of a scan by the kernel, float32; steps and gates are rounded as transformers does."""
+    from moepack.runtime.kernels.mamba_native import scan
+
+    steps = F.softplus(dt + bias.to(dt.dtype)[:, None])
+    out = scan(x, steps, a, b, c, state)
+    return (out + x * D.float()[:, None]) * F.silu(z)
+
+
+def _copy(state: Tensor) -> Tensor:
+    return torch.empty(state.shape).copy_(state)
+
+
+def _fits(*tensors: Tensor) -> bool:
+    """Whether the kernel takes these tensors."""
+    if torch.compiler.is_compiling():
+        return False
+    return all(t.device.type == "cpu" and t.is_floating_point() and not learns(t) for t in tensors)

@@ -1,7 +1,7 @@
 """Layer files: the extents of one version of one layer, as a safetensors file whose data are whole pages.
 
-A file is written one extent at a time and the header last, so that only one extent is in memory. It is read an extent at
-a time too, and not through a mapping: a mapped file that is cut ends the process. FORMAT.md, "Layer files".
+A file is written one extent at a time and the header last, so that only one extent is in memory. It is read an extent
+at a time too, and not through a mapping: a mapped file that is cut ends the process. FORMAT.md, "Layer files".
 """
 
 from __future__ import annotations

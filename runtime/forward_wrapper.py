@@ -33,7 +33,17 @@ from moepack.runtime.kv.static import cached_tokens
 from moepack.runtime.residency.kv_reserve import KvBudget
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.residency.transitions import Queues
-from moepack.runtime.step.context import PackedCache, RoutingCounter, Step, end_compiled, open_compiled, opened, step_of
+from moepack.runtime.step.context import (
+    PackedCache,
+    RoutingCounter,
+    Step,
+    current,
+    end_compiled,
+    go_back_to,
+    open_compiled,
+    opened,
+    step_of,
+)
 from moepack.runtime.step.counters import Counters
 
 from .model_methods import model_methods
@@ -84,12 +94,13 @@ def _wrapped_class(kind: type[nn.Module]) -> type:
             kwargs |= with_cache(self, new_cache(self, wrapper.kv))
             args = ()
             given = bound(signature, args, kwargs)
-        with wrapper.step(given) as done:
+
+        def run() -> object:
             own = functools.partial(kind.forward, self)
             out = wrapper.replayed(own, args, kwargs, given) if whole and wrapper.graphs is not None else None
-            out = own(*args, **kwargs) if out is None else out
-            done(out)
-            return out
+            return own(*args, **kwargs) if out is None else out
+
+        return wrapper.run(given, run)
 
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (kind,), {**names, **model_methods(kind), "forward": forward})
@@ -154,14 +165,40 @@ class ForwardWrapper:
     def _wrapped(self, own: Callable[..., object], signature: Signature) -> Callable[..., object]:
         @functools.wraps(own)
         def forward(*args: object, **kwargs: object) -> object:
-            with self.step(bound(signature, args, kwargs)) as done:
-                out = own(*args, **kwargs)
-                done(out)
-                return out
+            return self.run(bound(signature, args, kwargs), functools.partial(own, *args, **kwargs))
 
         return forward
 
     # --- steps
+
+    def run(self, given: dict[str, object], own: Callable[[], object]) -> object:
+        """Run a forward pass of the model or its decoder in its step, and return the result.
+
+        Args:
+            given: the forward's arguments by name.
+            own: runs the forward itself.
+        """
+        if step_of(self._key) is not None:  # a forward inside another belongs to the outer one's step
+            return own()
+        outer = current()
+        try:
+            with self.step(given) as done:
+                out = own()
+                done(out)
+                return out
+        except BaseException:
+            # An interruption may fall after a context has begun and before its `with` statement knows of it. It then
+            # stays open for as long as somebody keeps the traceback, and must not stand for a running pass.
+            go_back_to(outer)
+            self._end_interrupted()
+            raise
+
+    def _end_interrupted(self) -> None:
+        """Let go what an interrupted pass of this thread left. None of its passes runs."""
+        if self.caches is not None:
+            self.caches.end_interrupted()
+        if self._manager is not None:
+            self._manager.end_interrupted()
 
     @contextlib.contextmanager
     def step(self, given: dict[str, object]) -> Iterator[Callable[[object], None]]:
@@ -173,10 +210,7 @@ class ForwardWrapper:
             yield lambda out: None
             return
         self._check()
-        if self.caches is not None:
-            self.caches.end_interrupted()
-        if self._manager is not None:
-            self._manager.end_interrupted()
+        self._end_interrupted()  # a second interruption may have fallen into the end of the first one's pass
         traced = self._trace is not None
         manager = self._manager
         text = _text(given)

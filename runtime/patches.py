@@ -13,8 +13,8 @@ import importlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -95,8 +95,7 @@ def extend_from_pretrained() -> None:
     """Let `from_pretrained` take `policy`, `device_memory` and the like, which transformers would hand to the model.
 
     It also passes on what the plug-in needs and transformers does not tell a quantiser: the model's name, how files are
-    fetched, and the experts' implementation. One thread loads at a time, because transformers meanwhile sets the
-    default dtype and device of the whole process.
+    fetched, and the experts' implementation.
     """
     from transformers.modeling_utils import PreTrainedModel
 
@@ -105,7 +104,6 @@ def extend_from_pretrained() -> None:
 
     kind: Any = PreTrainedModel
     original = kind.from_pretrained.__func__
-    loading = threading.RLock()
     keywords = set(SERVED) - set(WORKLOAD)
 
     @functools.wraps(original)
@@ -122,12 +120,10 @@ def extend_from_pretrained() -> None:
             kwargs["quantization_config"] = MoepackConfig(**{**mine, **asks})
         name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         experts = kwargs.get("experts_implementation") or getattr(kwargs.get("config"), "_experts_implementation", None)
-        before = asked.set(Asked(str(name), {name: kwargs[name] for name in HUB if name in kwargs}, experts))
-        try:
-            with loading:
-                return original(cls, *args, **kwargs)
-        finally:
-            asked.reset(before)
+        with ExitStack() as held:
+            before = asked.set(Asked(str(name), {name: kwargs[name] for name in HUB if name in kwargs}, experts, held))
+            held.callback(asked.reset, before)
+            return original(cls, *args, **kwargs)
 
     kind.from_pretrained = classmethod(from_pretrained)
 

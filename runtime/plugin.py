@@ -7,9 +7,12 @@ expert parameters from the empty model before weights are loaded, and attaches t
 from __future__ import annotations
 
 import logging
+import os
 import re
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,9 +56,27 @@ class Asked:
     name: str = "the model"
     hub: Mapping[str, object] = field(default_factory=dict)  # the arguments of HUB that were given
     experts: str | Mapping[str, str] | None = None  # the experts' implementation
+    held: ExitStack | None = None  # ends with the call
 
 
 asked: ContextVar[Asked] = ContextVar("moepack_asked", default=Asked())  # noqa: B039 (frozen)
+
+
+class _Turn:
+    """Lets one thread at a time load a bundle: transformers meanwhile sets the process's default dtype and device.
+
+    Loads of other models take no turn, so what they do with threads and processes stays theirs.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        os.register_at_fork(after_in_child=self._renew)  # the thread that loads is not in the child
+
+    def _renew(self) -> None:
+        self.lock = threading.RLock()
+
+
+_turn = _Turn()
 
 
 class MoepackConfig(QuantizationConfigMixin):
@@ -71,8 +92,9 @@ class MoepackConfig(QuantizationConfigMixin):
         if unknown := (workload or {}).keys() - set(WORKLOAD):
             raise InputError(f"workload has no {', '.join(sorted(map(str, unknown)))}: {', '.join(WORKLOAD)}")
         both = {**given, **(workload or {})}
-        self.given = {name: both[name] for name in SERVED if both.get(name) is not None}
-        LoadOptions(**self.given)
+        named = {name: both[name] for name in SERVED if both.get(name) is not None}
+        options = LoadOptions(**named)
+        self.given = {name: getattr(options, name) for name in named}
 
     def options(self, has_dense: bool = False) -> LoadOptions:
         """Return the given options, completed by the environment's."""
@@ -98,6 +120,8 @@ class MoepackQuantizer(HfQuantizer):
         if not kwargs.get("pre_quantized", True):
             raise _no_bundle()
         super().__init__(quantization_config, **kwargs)
+        if (held := asked.get().held) is not None:
+            held.enter_context(_turn.lock)
         self._bundle: Bundle | None = None
         self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()

@@ -250,6 +250,8 @@ def chat(
     from moepack.spent import line
 
     if path.startswith(("http://", "https://")):
+        if options != LoadOptions() or chat_template is not None:
+            raise InputError(f"{path}: a server loads its model itself: leave out the options of loading")
         talk(server(path, api_key, max_new_tokens, sampling, stop or ()), system)
         return
     with Session(path, options, read_template(chat_template)) as session:

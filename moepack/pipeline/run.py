@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from moepack.pack.errors import InputError
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.spec import DenseLayer, DenseMatrix
+from moepack.pack.writer import check_room
 from moepack.runtime.devices.glibc import reusing, trim
 from moepack.shared.memory import bound_kernel_caches
 from moepack.shared.progress import Reporter
@@ -117,6 +118,8 @@ class LayerWalk:
         self._executor.begin(source, work.path, stream.device, self._how)
         total = len(stream.layers)
         pending = [i for i in range(total) if not self._finished(i, calibrate, quantize)]
+        if quantize:
+            check_room(work.path, work.path, self._least_bytes(pending))
         # The first layer to calibrate: a saved observation is enough to quantise a layer.
         first = next((i for i in pending if not (quantize and self._observed(i))), total)
         while 0 < first < total and not work.piece("calibrate", first - 1, HIDDEN).exists():
@@ -145,6 +148,19 @@ class LayerWalk:
             reporter.note(said)
         work.tidy()  # killed workers may have left partial files
         reporter.step("done")
+
+    def _least_bytes(self, pending: Sequence[int]) -> int:
+        """Return the bytes of what pending layers' experts and matrices take where no weight decides their sizes."""
+        quantised = [
+            *((x.matrices, x.experts, self._recipe.version_specs()) for i, x in self._experts.items() if i in pending),
+            *(((m.matrix,), 1, self._recipe.dense_specs()) for i in pending for m in self._dense.get(i, ())),
+        ]
+        total = 0
+        for matrices, count, versions in quantised:
+            for version in versions:
+                sizes = version.stored_sizes(matrices)
+                total += count * sizes[0] if sizes else 0
+        return total
 
     def _begin_walk(self, walk: CalibrationPass, first: int) -> None:
         """Save the part outside the layers, and prepare the activations that go into layer `first`."""

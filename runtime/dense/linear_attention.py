@@ -23,6 +23,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import Cache, DynamicCache
 
 from moepack.families.arguments import CACHE_NAMES
+from moepack.runtime.kernels import mamba_native
 from moepack.runtime.kernels.delta_native import DeltaRule, DeltaSizes, DeltaWeights, Lies
 from moepack.runtime.kernels.mamba_native import Mamba, MambaSizes, MambaWeights
 from moepack.runtime.step.context import PackedCache
@@ -176,7 +177,7 @@ def serve_scans(model: nn.Module) -> dict[str, int]:
             continue
         trial = functools.partial(_scans_alike, module, cache, model.config)
         if trials.count(module, trials.result(module, trial, without=NUMBER) is not None):
-            module._moepack_scan = True  # type: ignore[assignment]
+            module._moepack_scan = mamba_native.scan  # type: ignore[assignment]
             module.__class__ = in_rows(kind)
     return trials.done()
 
@@ -185,7 +186,7 @@ def _scans_alike(module: FamilyModule, cache_name: str, config: Any) -> bool | N
     """Return true if a module's results and states are those that the kernel's scan leads to, else None."""
     kind: Any = type(module)
     runs = kind.forward, in_rows(kind).forward
-    module._moepack_scan = True
+    module._moepack_scan = mamba_native.scan
     try:
         agree = _run_alike(module, runs, module.conv1d.weight.dtype, SCANNED, cache_name, config)
         return True if agree else None

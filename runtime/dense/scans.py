@@ -21,6 +21,7 @@ from .linears import FamilyModule, learns, with_name
 
 SCAN, STEP = "mamba_selective_scan", "mamba_selective_state_update"  # names in a family's own file
 Results = Tensor | tuple[Tensor, Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]  # `scan` of kernels/mamba_native.py
 
 
 def has_scan(kind: type[nn.Module]) -> bool:
@@ -32,7 +33,7 @@ def has_scan(kind: type[nn.Module]) -> bool:
 def going_on(plain: Callable[..., object]) -> Callable[..., object]:
     """Make a forward whose scan begins with the state in the cache, for `plain`, a forward that calls the scan.
 
-    Modules with a true `_moepack_scan` run the kernel.
+    Modules with a `_moepack_scan` run that, for example the kernel (kernels/mamba_native.py).
     """
     code: Any = inspect.unwrap(plain)
     own_scan, own_step = (code.__globals__[name] for name in (SCAN, STEP))
@@ -41,9 +42,9 @@ def going_on(plain: Callable[..., object]) -> Callable[..., object]:
     def forward(self: FamilyModule, *args: object, **kwargs: object) -> object:
         cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx, state_idx=0)
-        native = getattr(self, "_moepack_scan", False)
-        scan = functools.partial(_scan, native, own_scan, own_step, state)
-        step = functools.partial(_step, native, own_step)
+        kernel = getattr(self, "_moepack_scan", None)
+        scan = functools.partial(_scan, kernel, own_scan, own_step, state)
+        step = functools.partial(_step, kernel, own_step)
         run: Any = with_name(with_name(plain, SCAN, scan), STEP, step)  # type: ignore[arg-type]
         return run(self, *args, **kwargs)
 
@@ -51,7 +52,7 @@ def going_on(plain: Callable[..., object]) -> Callable[..., object]:
 
 
 def _scan(
-    native: bool,
+    kernel: Kernel | None,
     own_scan: Callable[..., Results],
     own_step: Callable[..., Tensor],
     state: Tensor | None,
@@ -71,9 +72,9 @@ def _scan(
 
     `state` is [batch, channels, size], `x`, `dt` and `z` are as results are, `b` and `c` [batch, size, tokens].
     """
-    if native and delta_softplus and _fits(x, dt, a, b, c, D, z, delta_bias):
+    if kernel is not None and delta_softplus and _fits(x, dt, a, b, c, D, z, delta_bias):
         last = x.new_zeros(len(x), *a.shape, dtype=torch.float32) if state is None else _copy(state)
-        out = _native(last, x, dt, a, b.transpose(1, 2), c.transpose(1, 2), D, z, delta_bias)
+        out = _by_kernel(kernel, last, x, dt, a, b.transpose(1, 2), c.transpose(1, 2), D, z, delta_bias)
     elif state is None:
         given = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
         return own_scan(x, dt, a, b, c, return_last_state=return_last_state, **given, **more)
@@ -88,7 +89,7 @@ def _scan(
 
 
 def _step(
-    native: bool,
+    kernel: Kernel | None,
     own_step: Callable[..., Tensor],
     state: Tensor,
     x: Tensor,
@@ -102,23 +103,30 @@ def _step(
     dt_softplus: bool,
 ) -> Tensor:
     """Return what transformers' step of this name does for one token, and move the state on."""
-    if not (native and dt_softplus and _fits(state, x, dt, a, b, c, D, z, dt_bias)):
+    if kernel is None or not (dt_softplus and _fits(state, x, dt, a, b, c, D, z, dt_bias)):
         return own_step(state, x, dt, a, b, c, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
     last = state if state.dtype == torch.float32 and state.is_contiguous() else _copy(state)
-    out = _native(last, x[..., None], dt[..., None], a, b[:, None], c[:, None], D, z[..., None], dt_bias)
+    out = _by_kernel(kernel, last, x[..., None], dt[..., None], a, b[:, None], c[:, None], D, z[..., None], dt_bias)
     if last is not state:
         state.copy_(last)
     return out[..., 0].to(x.dtype)
 
 
-def _native(
-    state: Tensor, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, D: Tensor, z: Tensor, bias: Tensor
+def _by_kernel(
+    kernel: Kernel,
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor,
+    z: Tensor,
+    bias: Tensor,
 ) -> Tensor:
     """Return the gated results of a scan by the kernel, float32; steps and gates are rounded as transformers does."""
-    from moepack.runtime.kernels.mamba_native import scan
-
     steps = F.softplus(dt + bias.to(dt.dtype)[:, None])
-    out = scan(x, steps, a, b, c, state)
+    out = kernel(x, steps, a, b, c, state)
     return (out + x * D.float()[:, None]) * F.silu(z)
 
 

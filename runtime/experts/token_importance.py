@@ -158,9 +158,10 @@ class TokenImportance:
             self._text = None if text is None else (text != 0).view(shape)
             yield
         finally:
-            self._shape = (0, 0)
-            self._text = None
-            self._heavy.clear()
+            if self._shape is shape:  # else an interrupted pass ends late, when another one is watched
+                self._shape = (0, 0)
+                self._text = None
+                self._heavy.clear()
 
     def saw(
         self,

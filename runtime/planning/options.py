@@ -144,10 +144,11 @@ class LoadOptions:
     kv: str | int | None = None
 
     def __post_init__(self) -> None:
-        parse_size(self.device_memory)
-        parse_size(self.host_memory)
-        if self.memory != AUTO:
-            parse_size(self.memory)
+        for name in ("device_memory", "host_memory", "memory", "host_rate"):
+            size = getattr(self, name)
+            if not (name == "memory" and size == AUTO):
+                whole = parse_size(size)
+                object.__setattr__(self, name, size if isinstance(size, str) else whole)  # numpy's numbers, for example
         if self.memory is not None and self.device != "cpu":
             raise InputError(f"a memory limit is for a model on the CPU: on {self.device} give a device memory instead")
         if parse_size(self.host_rate) == 0:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import operator
 import re
 from dataclasses import dataclass
+from numbers import Real
 from typing import SupportsIndex
 
 from moepack.pack.errors import InputError
@@ -35,10 +36,11 @@ def parse_size(size: str | float | SupportsIndex | None) -> int | None:
     """Return the bytes of a size such as "24GiB"; a number counts bytes. Raises InputError for an invalid size."""
     if size is None:
         return None
-    if isinstance(size, float) and size.is_integer():
-        size = int(size)
-    if isinstance(size, SupportsIndex) and not isinstance(size, bool) and operator.index(size) >= 0:
-        return size if isinstance(size, int) else operator.index(size)
+    if isinstance(size, Real | SupportsIndex) and not isinstance(size, bool):
+        with contextlib.suppress(ArithmeticError, TypeError, ValueError):
+            whole = size if isinstance(size, int) else int(size)
+            if whole == size and whole >= 0:
+                return whole
     text = size if isinstance(size, str) else ""
     number = text.strip().lower().removesuffix("b")
     unit = number.lstrip("0123456789.")

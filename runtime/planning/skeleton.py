@@ -65,7 +65,9 @@ class LiveBytes(TorchDispatchMode):
         """Run an operation and count the storages it returns, and those of numbers that it reads from coded rows."""
         with self:  # which counts nothing within its own dispatch
             args, kwargs = _numbers((args, kwargs))
-        out = function(*_without_masks(function, args), **(kwargs or {}))
+        out: object = _of_all(function, args)
+        if out is None:
+            out = function(*_without_masks(function, args), **(kwargs or {}))
         self.calls += 1
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
@@ -90,6 +92,13 @@ def _numbers(x: Any) -> Any:
     """Return the numbers that coded rows in an operation's arguments stand for; anything else as it is."""
     kernels = sys.modules.get("moepack.runtime.kernels.kv_rows")  # without it nothing is coded
     return x if kernels is None else tree_map(kernels.plain, x)
+
+
+def _of_all(function: object, args: tuple[Any, ...]) -> Tensor | None:
+    """Return the places of non-zero values, if an operation asks for them: all, because a skeleton has no values."""
+    if function is not torch.ops.aten.nonzero.default or not isinstance(args[0], FakeTensor):
+        return None
+    return args[0].new_zeros(args[0].numel(), args[0].ndim, dtype=torch.int64)
 
 
 def _without_masks(function: object, args: tuple[Any, ...]) -> tuple[Any, ...]:

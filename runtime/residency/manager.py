@@ -58,6 +58,34 @@ CHANGING = (
 )
 
 
+class PassLock:
+    """Lets passes of one thread at a time run."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._let_go = 0  # how often; changed by the thread that has the lock
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock inside the context, unless `let_go` ends that before."""
+        self._lock.acquire()
+        before = self._let_go
+        try:
+            yield
+        finally:
+            if before == self._let_go:  # else it is another pass's by now
+                self._lock.release()
+
+    def let_go(self) -> None:
+        """Release the lock if this thread has it. Contexts of the thread that are still open then release nothing."""
+        if not self._lock.acquire(blocking=False):  # another thread's
+            return
+        self._let_go += 1
+        with contextlib.suppress(RuntimeError):  # once it is free
+            while True:
+                self._lock.release()
+
+
 class ResidencyManager:
     """Serves a bundle while its experts' versions change. Every method may be called from any thread."""
 
@@ -102,7 +130,7 @@ class ResidencyManager:
         direct = not self._on_gpu or plan.reads_host  # else the page cache would have all of host memory's experts, too
         self.store = BackingStore(bundle, not (self._blocking or plan.in_place), direct=direct)
         self._process = os.getpid()
-        self._one_at_a_time = threading.RLock()
+        self._one_at_a_time = PassLock()
         self.worker = Worker(self.round, self._shut, self.policy.needs.interval)
         wake = self.worker.wake
         self.device = opening.open_device(devices[0], self.store, plan, buffers, wake, host_memory, self._blocking)
@@ -271,7 +299,7 @@ class ResidencyManager:
 
     def pass_lock(self) -> contextlib.AbstractContextManager[object]:
         """Return a lock for a whole forward pass and its wait for room; it does nothing unless the policy blocks."""
-        return self._one_at_a_time if self._blocking else contextlib.nullcontext()
+        return self._one_at_a_time.held() if self._blocking else contextlib.nullcontext()
 
     def end_interrupted(self) -> None:
         """Let go what an interrupted pass of this thread still has. None of its passes runs.
@@ -279,9 +307,7 @@ class ResidencyManager:
         An interruption (Ctrl-C) may fall between the instructions by which a pass begins or ends.
         """
         self.residency.end_interrupted()
-        with contextlib.suppress(RuntimeError):  # once the lock is not this thread's
-            while True:
-                self._one_at_a_time.release()
+        self._one_at_a_time.let_go()
 
     @contextlib.contextmanager
     def sequence(self, given: dict[str, object]) -> Iterator[tuple[Prompt, Callable[[object], None]]]:
@@ -314,7 +340,7 @@ class ResidencyManager:
         if (running := step_of(self.key)) is not None:
             yield running
             return
-        with self._one_at_a_time if self._blocking or self.plan.in_place else contextlib.nullcontext():
+        with self._one_at_a_time.held() if self._blocking or self.plan.in_place else contextlib.nullcontext():
             if self.statistics.begins(prompt):
                 self._soon()
             step, table = self._begin(prompt, mask, counted)

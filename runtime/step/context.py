@@ -270,6 +270,11 @@ def opened(step: Step) -> Iterator[Step]:
                 inner.outer = step.outer
 
 
+def go_back_to(step: Step | None) -> None:
+    """Make a step that was `current` this thread's running step again, whatever was opened since."""
+    _context.step = step
+
+
 def current() -> Step | None:
     """Return the innermost step of this thread."""
     return _context.step

@@ -37,6 +37,7 @@ def test_mistakes_are_reported_without_torch(bundle, tmp_path):
         (["generate", gone, *prompt], "no such directory"),
         (["eval", gone, *text], "no such directory"),
         (["chat", gone], "no such directory"),
+        (["chat", "http://127.0.0.1:9", "--policy", "static:w4"], "a server loads its model itself"),
         (["plan", empty, *memory], "not a bundle"),
         (["inspect", gone], "no such directory"),
         (["serve", gone, "--port", "0"], "no such directory"),

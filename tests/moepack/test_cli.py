@@ -19,6 +19,7 @@ from moepack.pack.errors import InputError
 from moepack.pack.reader import open_bundle
 from moepack.reports.doctor import triton_fails
 from moepack.runtime.planning.sizes import in_unit, parse_size
+from moepack.runtime.plugin import MoepackConfig
 
 RECIPE = "quantize: {method: rtn, loss_tokens: 64}\ncalibration: {samples: 2, length: 64}\nversions: [bf16, w2]\n"
 
@@ -153,8 +154,11 @@ def test_errors_have_sizes_in_the_users_unit():
 def test_sizes():
     sizes = {"4096": 4096, "24GiB": 24 * 2**30, "1.5g": 1_500_000_000, "800 MB": 800_000_000, "2Ki": 2048}
     assert {text: parse_size(text) for text in sizes} == sizes
-    assert [parse_size(size) for size in (7, 7.0, np.int64(7), None)] == [7, 7, 7, None]
-    for text in ("", "GiB", "12 parsecs", "-4", "1e3x", True, 7.5, float("inf"), -7.0):
+    assert [parse_size(size) for size in (7, 7.0, np.int64(7), np.float32(7), None)] == [7, 7, 7, 7, None]
+    kept = MoepackConfig(device_memory=np.int64(7), host_memory=7.0).given
+    assert json.dumps(kept) == '{"device_memory": 7, "host_memory": 7}'
+    wrong = ("", "GiB", "12 parsecs", "-4", "1e3x", True, 7.5, float("inf"), -7.0, torch.ones(1) / 2, np.ones(2))
+    for text in wrong:
         with pytest.raises(InputError):
             parse_size(text)
 

@@ -10,9 +10,10 @@ from dataclasses import fields
 import pytest
 import torch
 from live_models import plain_twin
-from support import flip, load_for_logits
+from support import PATIENCE, flip, load_for_logits
 from support import ids as token_ids
-from transformers import AutoModelForCausalLM
+from tiny_models import save_tiny
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 from transformers.quantizers.base import HfQuantizer
 
 import moepack
@@ -109,7 +110,7 @@ def test_damaged_dense_tensors_are_never_served(damaged):
 
 
 def python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
 
 
 def test_loads_where_transformers_hands_over_no_model(bundle, monkeypatch):
@@ -134,6 +135,30 @@ def test_threads_that_load_at_once(bundle):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(loaded, range(8)))
+
+
+def test_loads_of_other_models_and_in_children_take_no_turn(bundle, tmp_path):
+    """A model may load a part of itself in another thread; a process may be forked while another thread loads."""
+    checkpoint = save_tiny("qwen3_moe", tmp_path)
+
+    class Two(Qwen3MoeForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            with ThreadPoolExecutor(1) as pool:
+                self.__dict__["draft"] = pool.submit(Qwen3MoeForCausalLM.from_pretrained, checkpoint).result(PATIENCE)
+
+    assert type(Two.from_pretrained(checkpoint).draft) is Qwen3MoeForCausalLM
+    forks = f"""
+import os, sys, threading, moepack
+from moepack.runtime import plugin
+turn = plugin._turn
+threading.Thread(target=turn.lock.acquire).start()
+if not os.fork():
+    moepack.load({str(bundle)!r}).moepack.close()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    assert python(forks).returncode == 0
 
 
 def test_without_moepack_nothing_is_served(bundle):

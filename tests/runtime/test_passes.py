@@ -1,7 +1,9 @@
 """Forward passes as steps: however they begin and end, from several threads; and what all of them take together."""
 
+import contextlib
 import gc
 import inspect
+import sys
 import threading
 import time
 import weakref
@@ -21,6 +23,7 @@ from moepack.runtime.kv.growing import CodedKvLayer
 from moepack.runtime.kv.sizes import cache_bytes
 from moepack.runtime.planning.skeleton import LiveBytes
 from moepack.runtime.residency.kv_queue import PassClaim
+from moepack.runtime.step.context import current
 
 
 @pytest.fixture
@@ -108,7 +111,42 @@ def test_an_interrupted_pass_ends_its_step(bundle, policy):
     assert out and torch.isfinite(out[0]).all()
 
 
-def test_what_an_interruption_left_ends_with_the_threads_next_pass(bundle):
+@pytest.mark.parametrize("policy", [FAST, "lru:hi=bf16,lo=w2"])
+def test_an_interruption_inside_a_context_leaves_nothing_even_if_it_is_kept(policy, bundle):
+    """The fault: a context that has begun, and that no `with` knows of yet, stays open as long as the traceback."""
+    model = load(bundle, policy, room=2_000_000, prefill_tokens=64)
+    manager = model.moepack.manager
+    kept = []
+    with torch.inference_mode():
+        wanted = model(ids(20)).logits.shape
+        for place in range(200):
+            left = iter(range(place))
+
+            def interrupt(frame, event, _, left=left):
+                inside = frame.f_code.co_filename == contextlib.__file__ and event in ("c_return", "return")
+                if inside and next(left, None) is None:
+                    sys.setprofile(None)
+                    raise KeyboardInterrupt
+
+            sys.setprofile(interrupt)
+            try:
+                model(ids(20))
+            except KeyboardInterrupt as error:
+                kept.append(error)
+            else:
+                break
+            finally:
+                sys.setprofile(None)
+            assert current() is None and open_steps(model) == 0 and not model.moepack.caches._passes, place
+            assert not manager._one_at_a_time._lock._is_owned(), place
+        assert len(kept) > 20 and model(ids(20)).logits.shape == wanted
+    with manager.pass_lock():
+        kept.clear()
+        assert manager._blocking == manager._one_at_a_time._lock._is_owned(), "an earlier pass does not end this one"
+    model.moepack.close()
+
+
+def test_what_a_second_interruption_left_ends_with_the_threads_next_pass(bundle):
     """Planted: what a pass has between two instructions, where an interruption would leave it."""
     model = load(bundle, "lru:hi=bf16,lo=w2", room=2_000_000, prefill_tokens=64)
     manager = model.moepack.manager
@@ -119,7 +157,9 @@ def test_what_an_interruption_left_ends_with_the_threads_next_pass(bundle):
         model(ids(20))
     assert open_steps(model) == 0 and not model.moepack.caches._passes
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(manager._one_at_a_time.acquire, timeout=PATIENCE).result(), "another thread finds it free"
+        assert pool.submit(manager._one_at_a_time._lock.acquire, timeout=PATIENCE).result(), (
+            "another thread finds it free"
+        )
     model.moepack.close()
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import RTN, Notes, build_from, cli, files_of_at_most, refused, spy, tree
@@ -176,12 +177,16 @@ def test_the_manifest_tells_how_the_bundle_was_made(bundle):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_FSIZE behaves so on Linux")
-def test_a_full_disk_is_one_line_and_then_there_is_room(short_model, text, tmp_path, whole):
-    """A limit on file size stands in for a full disk: the write fails in the middle of a stage, and a build with room
-    goes on from there."""
+def test_a_full_disk_is_one_line_and_then_there_is_room(short_model, text, tmp_path, whole, monkeypatch):
+    """Too little room for what is known beforehand is refused before the first layer. A limit on file size stands in
+    for a full disk: the write fails in the middle of a stage, and a build with room goes on from there."""
     work = tmp_path / "work"
     (tmp_path / "r.yaml").write_text(RTN)
     words = ["build", short_model, "-o", tmp_path / "out" / "b", "-r", tmp_path / "r.yaml", "-c", text, "--work", work]
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=600_000))
+        refused(cli(*words, "-q"), "work: the disk lacks room: 1,310,720 bytes to write, 600,000 free")
+    assert not list((work / "calibrate").glob("layer-*/*")), "before the first layer"
     with files_of_at_most(300_000):
         refused(cli(*words, "-q"), ".safetensors: cannot be written: File too large")
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())

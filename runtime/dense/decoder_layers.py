@@ -34,14 +34,24 @@ from moepack.families.arguments import CACHE_NAMES
 from moepack.runtime.experts.cpu import FEW, in_one_call
 from moepack.runtime.experts.forward import count
 from moepack.runtime.experts.handles import LayerExperts, Snapshot, seen
+from moepack.runtime.kernels.delta_native import DeltaRule
 from moepack.runtime.kernels.dense_native import PLAIN_FORM, KernelMatrix, MatrixGroup
-from moepack.runtime.kernels.token_native import Block, DecoderLayer, ExpertsBlock, Ready, SharedExpert, run_layers
+from moepack.runtime.kernels.token_native import (
+    Block,
+    DecoderLayer,
+    ExpertsBlock,
+    LinearProjection,
+    Ready,
+    SharedExpert,
+    run_layers,
+)
 from moepack.runtime.kv.growing import GrowingLayer, keep, takes_token, with_room
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.step.context import PackedCache, Step, step_of
 
 from .borrowed import NativeRouter, attends_alone
 from .layer_structure import MIXERS, SHARED_GATE, Structure, named_arguments, structure_of
+from .linear_attention import LinearPlace
 from .linears import FamilyModule, Uncopied, in_place_of
 from .norms import described
 from .packed import matrices_of
@@ -70,6 +80,7 @@ class _Place(Uncopied):
     cache_name: str
     own: frozenset[str]  # arguments that the layer does not hand on
     whole: DecoderLayer | None  # with attention
+    linear: bool  # whether it attends linearly: its states change when it runs, so it is made ready, and not run ahead
     most: int  # tokens of its calls
     rest: DecoderLayer  # after attention
     experts: FamilyModule | None  # the layer's own, or of a layer without experts those of another
@@ -187,7 +198,14 @@ def _place(
     last = matrices_of(mixer, "o_proj")
     whole = None
     most = 0
-    if projections is not None and last is not None:
+    linear: LinearPlace | None = getattr(mixer, "_moepack_linear", None)
+    if linear is not None and isinstance(linear.rule, DeltaRule) and linear.decays is None:
+        of = matrices_of(mixer, *linear.maps)  # None where a projection takes two maps
+        last = matrices_of(mixer, linear.last)
+        if of is not None and last is not None:
+            most = min(FEW, *of.limits[torch.bfloat16], *last.limits[torch.bfloat16])
+            whole = DecoderLayer(before, after, LinearProjection(of, linear.rule), last)
+    elif projections is not None and last is not None:
         most = min(projections.most, *last.limits[torch.bfloat16])
         whole = DecoderLayer(before, after, projections.projection, last, mixer.scaling)
     router = getattr(mlp._modules.get(structure.router or ""), "_moepack_router", None)
@@ -202,7 +220,10 @@ def _place(
         experts = None
     parts = Watched(module, (*NORMS, structure.mixer, "mlp"))
     rest = DecoderLayer(before, after)
-    return _Place(structure, mixer, mlp, cache_name, own, whole, most, rest, experts, router, shared, parts)
+    attends_linearly = whole is not None and linear is not None
+    return _Place(
+        structure, mixer, mlp, cache_name, own, whole, attends_linearly, most, rest, experts, router, shared, parts
+    )
 
 
 def _shared(mlp: FamilyModule, name: str, trials: Trials[bool]) -> SharedExpert | None:
@@ -268,7 +289,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
             block, position = found
             ready = place.rest.goes_on(x, attended.contiguous(), block, torch.empty_like(x))
             run_layers([ready])
-            return _Made(ready, None, position).handed_out(step)
+            return _Made(ready, position).handed_out(step)
         else:
             h, normed = place.rest.up_to_experts(x, attended.contiguous())
         moved = self.mlp(normed)
@@ -283,13 +304,13 @@ class _Made:
 
     Attributes:
         ready: the result, and its experts.
-        row: of the cache, for the token. None: attention's own code wrote it.
         position: of the layer among those with experts.
+        row: of the cache, for the token. None: attention's own code wrote it.
     """
 
     ready: Ready
-    row: _Row | None
     position: int
+    row: _Row | None = None
 
     def handed_out(self, step: Step) -> Tensor:
         """Return the result; count its routing, and keep its keys and values."""
@@ -302,7 +323,7 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Foreseen:
-    """A layer's result that was made before the model called the layer."""
+    """A layer's call that was made ready, or also run, before the model called the layer."""
 
     made: _Made
     before: _Place  # of the layer whose result is this one's input
@@ -320,7 +341,8 @@ class _Foreseen:
         row = self.made.row
         if row is None or not row.is_next() or any(_version(t) != version for t, version in self.tensors):
             return False
-        return _sees_all(place, given.get(MASK), len(self.x), row.keys.shape[2], step)
+        mask = given.get(MASK)
+        return mask is None if place.linear else _sees_all(place, mask, len(self.x), row.keys.shape[2], step)
 
 
 def _version(x: Tensor) -> int:
@@ -333,6 +355,7 @@ class _Line:
 
     def __init__(self) -> None:
         self.foreseen: dict[_Place, _Foreseen] = {}
+        self.ran = 0  # how many of these are run
         self.last: tuple[_Place, Tensor] | None = None  # the last layer that a call ran whole, and its result
 
     @staticmethod
@@ -349,7 +372,20 @@ class _Line:
             self.ended()
             return None
         del self.foreseen[place]
+        if not self.ran:
+            self._run([found.made.ready])
+        else:
+            self.ran -= 1
         return found.made
+
+    def _run(self, calls: list[Ready]) -> None:
+        """Run a call, and with it what is foreseen behind it, up to a layer that changes states."""
+        for behind, foreseen in self.foreseen.items():
+            if behind.linear:
+                break
+            calls.append(foreseen.made.ready)
+        run_layers(calls)
+        self.ran = len(calls) - 1
 
     def ended(self) -> None:
         """Forget what no layer took, and do not run the first of those layers ahead for a while."""
@@ -357,6 +393,7 @@ class _Line:
             left.before.apart = APART
             break
         self.foreseen.clear()
+        self.ran = 0
 
     def run(
         self, module: FamilyModule, place: _Place, x: Tensor, made: _Made, given: dict[str, Any], step: Step
@@ -364,7 +401,7 @@ class _Line:
         """Run a layer's call, and with it those of the layers behind it as the model will ask for them."""
         if self.last is not None and self.last[1] is x:
             self.last[0].follower = weakref.ref(module)
-        calls = [made.ready]
+        before = made.ready.out
         foreseen: dict[_Place, _Foreseen] = {}
         known = {place}
         seen = {**given, MASK: None} if MASK in given else given  # layers with a window have a mask of their own
@@ -376,20 +413,20 @@ class _Line:
             handed = behind.handed_on(seen) if behind.parts.unchanged(after[0]) else None
             if handed is None:
                 break
-            if room is None or not len(calls) % ROWS:
+            number = len(foreseen) % ROWS
+            if room is None or not number:
                 room = _room(x, ROWS)
-            before = calls[-1].out
-            next_made = _whole(behind, before, handed, step, room[len(calls) % ROWS], ahead=True)
+            next_made = _whole(behind, before, handed, step, room[number], ahead=True)
             if next_made is None:
                 break
             tensors = tuple((t, _version(t)) for t in (before, *angles))
             foreseen[behind] = _Foreseen(next_made, place, before, before.data_ptr(), tensors, given)
-            calls.append(next_made.ready)
+            before = next_made.ready.out
             known.add(behind)
             module, place = after
-        run_layers(calls)
         self.foreseen = foreseen
-        self.last = place, calls[-1].out
+        self._run([made.ready])
+        self.last = place, before
 
 
 def _follower(module: FamilyModule, place: _Place) -> tuple[FamilyModule, _Place] | None:
@@ -399,7 +436,7 @@ def _follower(module: FamilyModule, place: _Place) -> tuple[FamilyModule, _Place
         return None
     behind = None if place.follower is None else place.follower()
     found: _Place | None = None if behind is None else vars(behind).get("_moepack_layer")
-    if behind is None or found is None or "forward" in vars(behind):
+    if behind is None or found is None or "forward" in vars(behind) or found.whole is None:
         return None
     listened = listens(module._forward_hooks) or listens(behind._forward_pre_hooks)
     return None if listened else (behind, found)
@@ -421,13 +458,51 @@ def _whole(
     if place.whole is None:
         return None
     found = place.block(x.numel() // x.shape[-1], step)
+    if place.linear:
+        return None if found is None else _linear(place, x, handed, *found, out, ahead)
     row = None if found is None else _row(handed, place, x, step, ahead)
     if found is None or row is None:
         return None
     block, position = found
     sinks = place.attention._parameters.get("sinks")
     ready = place.whole.attends(x, handed.get("position_embeddings"), row.keys, row.values, block, sinks, out)
-    return _Made(ready, row, position)
+    return _Made(ready, position, row)
+
+
+def _linear(
+    place: _Place, x: Tensor, given: dict[str, Any], block: Block, position: int, out: Tensor, ahead: bool
+) -> _Made | None:
+    """Return the call of all of a layer that attends linearly, to be run; None if its parts run one by one.
+
+    `ahead`: only over states that the cache has already.
+    """
+    assert place.whole is not None
+    attention = place.attention
+    linear: LinearPlace = attention._moepack_linear
+    others = given.keys() - {place.cache_name, "position_embeddings", "position_ids", "use_cache"}
+    if len(x) > place.most or any(given[name] is not None and given[name] is not False for name in others):
+        return None
+    cache = given.get(place.cache_name)
+    number: int = attention.layer_idx
+    packed = isinstance(cache, PackedCache)
+    begun = type(cache) is DynamicCache and cache.get_conv_state(number, state_idx=0) is not None
+    if (ahead and not packed and not begun) or not linear.holds(attention):
+        return None
+    states = linear.states(cache, number, len(x), 1)
+    if states is None or len(states) != 1:
+        return None
+    first, windows, held = states[0]
+    ready = place.whole.attends_linearly(x, first, windows, held, block, out)
+    if isinstance(cache, PackedCache):
+        return _Made(ready, position, _Row(windows[0], held[0], functools.partial(cache.ran, number, 0), lambda: True))
+    changes = _version(windows[0]), _version(held[0])
+
+    def is_next() -> bool:
+        again = linear.states(cache, number, len(x), 1)
+        same = again is not None and again[0][1][0] is windows[0] and again[0][2][0] is held[0]
+        return same and (_version(windows[0]), _version(held[0])) == changes
+
+    return _Made(ready, position, _Row(windows[0], held[0], lambda: None, is_next))
 
 
 def _fits(x: object) -> bool:
@@ -448,7 +523,7 @@ class _Row:
     """Room in a cache for one token of each sequence.
 
     Attributes:
-        keys, values: whose last row a kernel may write.
+        keys, values: whose last row a kernel may write; of linear attention windows and states, which it changes.
         keep: lets the cache have that row.
         is_next: whether the cache is still as it was.
     """

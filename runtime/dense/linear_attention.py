@@ -54,7 +54,7 @@ States = tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]  # first token
 
 
 @dataclass(slots=True, eq=False)
-class _Place(Uncopied):
+class LinearPlace(Uncopied):
     """A module's rule, and the names of the modules that make what it reads."""
 
     rule: DeltaRule | Mamba
@@ -200,7 +200,7 @@ def _trial(module: FamilyModule, cache: str, config: Any) -> bool | None:
     return next(agree, None)
 
 
-def _place(module: FamilyModule, sigmoid: bool) -> _Place | None:
+def _place(module: FamilyModule, sigmoid: bool) -> LinearPlace | None:
     """Return what a module's rule reads; None for a module that the kernel does not fit."""
     has = module._modules.keys()
     try:
@@ -234,7 +234,7 @@ def _place(module: FamilyModule, sigmoid: bool) -> _Place | None:
         return None
 
 
-def _with_own_decays(module: FamilyModule, sigmoid: bool) -> _Place:
+def _with_own_decays(module: FamilyModule, sigmoid: bool) -> LinearPlace:
     """Return the place of a module with one head of values for one of keys, which computes decays of a state's rows."""
     dim = module.head_dim
     sizes = DeltaSizes(module.num_heads, 1, dim, dim, module.conv_kernel_size)
@@ -252,7 +252,7 @@ def _made(
     names: tuple[str, str, str | None],
     sigmoid: bool,
     own: Mapping[str, Tensor],
-) -> _Place:
+) -> LinearPlace:
     norm, last, decays = names
     inner = module._modules[norm]
     epsilon = epsilon_of(inner)
@@ -263,10 +263,10 @@ def _made(
     read = (("conv1d", "weight"), (norm, "weight"), *((("", "A_log"), ("", "dt_bias")) if own else ()))
     for name in (*" ".join(maps).split(), last, *((decays,) if decays else ())):
         module._modules[name]
-    return _Place(DeltaRule(sizes, places, weights), maps, decays, last, read, _states(module, read))
+    return LinearPlace(DeltaRule(sizes, places, weights), maps, decays, last, read, _states(module, read))
 
 
-def _mamba(module: FamilyModule) -> _Place:
+def _mamba(module: FamilyModule) -> LinearPlace:
     """Return the place of a module of Mamba-2."""
     norm = module._modules["norm"]
     sizes = MambaSizes(
@@ -297,7 +297,7 @@ def _mamba(module: FamilyModule) -> _Place:
     if bias is not None:
         read.append(("conv1d", "bias"))
     at = _states(module, read)
-    return _Place(
+    return LinearPlace(
         Mamba(sizes, weights), ("in_proj",), None, "out_proj", tuple(read), at, (least, most) != (0, math.inf)
     )
 
@@ -320,7 +320,7 @@ def _served(kind: type[nn.Module], cache_name: str) -> type[nn.Module]:
     @functools.wraps(kind.forward)
     def forward(self: FamilyModule, *args: object, **kwargs: Any) -> object:
         x, *more = args or (kwargs.get("hidden_states"),)
-        place: _Place | None = self._moepack_linear
+        place: LinearPlace | None = self._moepack_linear
         if more or place is None or torch.compiler.is_compiling() or not older.isdisjoint(kwargs):
             return plain(self, *args, **kwargs)
         if not _fits(x) or not place.holds(self):
@@ -360,7 +360,7 @@ def _fits(x: object) -> TypeGuard[Tensor]:
     )
 
 
-def _agrees(module: FamilyModule, place: _Place | None, cache_name: str, config: Any) -> bool:
+def _agrees(module: FamilyModule, place: LinearPlace | None, cache_name: str, config: Any) -> bool:
     """Whether a module's own results, and the states that it keeps, are those of `place`."""
     if place is None:
         return False

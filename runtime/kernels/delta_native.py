@@ -133,6 +133,20 @@ class DeltaRule:
             ValueError: for tensors of other sizes.
             MemoryError: when memory is short; windows and states are then as they were.
         """
+        call, out = self.prepared(projections, first, windows, states, logs)
+        if library.moepack_delta(ctypes.addressof(call), threads or torch.get_num_threads()):
+            raise MemoryError(f"no memory for linear attention of {first[-1]} tokens")
+        return out
+
+    def prepared(
+        self,
+        projections: Sequence[Tensor],
+        first: Sequence[int],
+        windows: Sequence[Tensor],
+        states: Sequence[Tensor],
+        logs: Tensor | None = None,
+    ) -> tuple[_Delta, Tensor]:
+        """Return the call that `run` makes, and where its result will be; the arguments must outlive the call."""
         sizes = self.sizes
         tokens = first[-1]
         heads, k_dim, v_dim = sizes.state
@@ -154,9 +168,7 @@ class DeltaRule:
         place_sequences(call, first, (windows, sizes.window), (states, sizes.state))
         out = projections[0].new_empty(tokens, heads * v_dim)
         call.out = out.data_ptr()
-        if library.moepack_delta(ctypes.addressof(call), threads or torch.get_num_threads()):
-            raise MemoryError(f"no memory for linear attention of {tokens} tokens")
-        return out
+        return call, out
 
 
 def _end(role: str, lies: Lies, sizes: DeltaSizes) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .affine_native import POINTER, WORD, Combine, Gemm, LayerForms, has_tiles, library, unknown_form
+from .delta_native import DeltaRule
 from .dense_native import NO_ROWS, NOWHERE, HeadMatrices, MatrixGroup, _Attend, _rows, dense
 from .forms import Norm, Routing
 
@@ -41,6 +42,10 @@ class _ProjectLatent(ctypes.Structure):
         *((name, WORD) for name in ("heads", "head", "rank", "rotated", "way")),
         *((name, POINTER) for name in ("cos", "sin")), ("middle", _Normal), ("norm", _Normal),
     ]  # fmt: skip
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [("of", POINTER), ("count", WORD), ("made", POINTER), ("rule", POINTER)]
 
 
 class _Experts(ctypes.Structure):
@@ -71,7 +76,7 @@ class _Layer(ctypes.Structure):
     _fields_ = [
         *((name, WORD) for name in ("tokens", "hidden", "tiles", "threads")), ("x", POINTER),
         *((name, _Normal) for name in ("before", "after")),
-        *((name, POINTER) for name in ("project", "latent", "lift", "lower", "attend", "attended")),
+        *((name, POINTER) for name in ("project", "latent", "linear", "lift", "lower", "attend", "attended")),
         ("attended_cols", WORD), *((name, POINTER) for name in ("last", "h", "normed")),
         *((name, POINTER) for name in ("wide", "router", "route", "experts")),
         *((name, POINTER) for name in ("shared", "shared_down", "shared_gate", "out")),
@@ -647,6 +652,30 @@ def run_layers(ready: Sequence[Ready]) -> None:
         raise ValueError("a matrix of the layer is in a form that the library does not know")
 
 
+class LinearProjection:
+    """The matrices of a layer of linear attention whose results a rule reads."""
+
+    def __init__(self, of: MatrixGroup, rule: DeltaRule) -> None:
+        """Take them; the results of `of` are the rule's projections, in order."""
+        self._of = of
+        self._rule = rule
+
+    def enter(
+        self, call: _Layer, x: Tensor, first: Sequence[int], windows: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> object:
+        """Set the parts of a layer's call that attend, as `DeltaRule.run` says; return what must outlive it."""
+        rows = [m.rows for m in self._of.matrices]
+        tokens = len(x)
+        made = x.new_empty(tokens * sum(rows))
+        projections = made.split([tokens * n for n in rows])
+        parts = [part.view(tokens, n) for part, n in zip(projections, rows, strict=True)]
+        rule, out = self._rule.prepared(parts, first, windows, states)
+        linear = _Linear(self._of.address, len(rows), made.data_ptr(), ctypes.addressof(rule))
+        call.linear = ctypes.addressof(linear)
+        call.attended = out.data_ptr()
+        return made, rule, out, linear, windows, states
+
+
 class DecoderLayer:
     """A decoder layer for one token of each sequence: h = x + attention(norm(x)), then h + experts(norm(h)).
 
@@ -657,7 +686,7 @@ class DecoderLayer:
         self,
         before: Norm,
         after: Norm,
-        projection: Projection | LatentProjection | None = None,
+        projection: Projection | LatentProjection | LinearProjection | None = None,
         last: MatrixGroup | None = None,
         scale: float = 0.0,
     ) -> None:
@@ -665,7 +694,7 @@ class DecoderLayer:
 
         Args:
             before, after: of attention's input, and of the experts'.
-            projection: makes queries, keys and values. None: attention is other code's.
+            projection: makes queries, keys and values, or what a rule reads. None: attention is other code's.
             last: attention's last matrix. None: what other code hands on is attention's whole result.
             scale: of scores.
         """
@@ -704,12 +733,39 @@ class DecoderLayer:
             ValueError: for tensors of other sizes.
         """
         of = self.projection
-        if of is None or not of.fits(x, keys, values):
+        if not isinstance(of, Projection | LatentProjection) or not of.fits(x, keys, values):
             raise ValueError(
                 f"x {tuple(x.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit"
             )
         call = self._begun(x)
         kept = of.enter(call, turn, keys, values, sinks, self._scale)
+        return _with_block(call, x, block, out, kept)
+
+    def attends_linearly(
+        self,
+        x: Tensor,
+        first: Sequence[int],
+        windows: Sequence[Tensor],
+        states: Sequence[Tensor],
+        block: Block,
+        out: Tensor,
+    ) -> Ready:
+        """Return the call that runs all of a layer of linear attention, and moves its states on.
+
+        Args:
+            x: bfloat16 [sequences, 1, hidden], contiguous.
+            first, windows, states: as of `DeltaRule.run`.
+            block: the experts.
+            out: as x; where the result is written.
+
+        Raises:
+            ValueError: for tensors of other sizes.
+        """
+        of = self.projection
+        if not isinstance(of, LinearProjection) or first[-1] != len(x):
+            raise ValueError(f"x {tuple(x.shape)} for {first[-1]} tokens: they do not fit")
+        call = self._begun(x)
+        kept = of.enter(call, x, first, windows, states)
         return _with_block(call, x, block, out, kept)
 
     def goes_on(self, x: Tensor, attended: Tensor, block: Block, out: Tensor) -> Ready:

@@ -16,7 +16,7 @@
 #define SMALLEST 1e-6f /* added to the squared length of queries and keys */
 
 /* Channels are those of all queries, then all keys, then all values. A head of keys has `shared` heads of values. */
-typedef struct {
+struct Delta {
     Part q, k, v, gate, rate, decay; /* `shared` heads follow one another in the last four; of the last two, numbers */
     const float *logs; /* [tokens][keys * shared][k_dim], the decays' logarithms; or 0: -scale * softplus(decay + bias) */
     const float *scale, *bias; /* [keys * shared] */
@@ -28,7 +28,7 @@ typedef struct {
     uint16_t *const *windows; /* by sequence: the last inputs of the convolution, [channels][width] */
     float *const *states;     /* by sequence: [keys * shared][k_dim][v_dim] */
     float epsilon;
-} Delta;
+};
 
 /* What one thread needs for `tokens` tokens at a time. */
 typedef struct {
@@ -211,7 +211,6 @@ static void delta_some(void *argument) {
         chosen(m, i / m->keys, i % m->keys, &room);
 }
 
-/* Returns 0; or 1 when memory is short, having done nothing. */
 int moepack_delta(const Delta *m, int64_t threads) {
     int64_t most = 1;
     for (int64_t s = 0; s < m->sequences; s++)

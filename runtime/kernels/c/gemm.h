@@ -320,6 +320,11 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
 /* The most bytes of an arena that n jobs of `slots` slots in `tasks` tasks take. */
 size_t moepack_direct_kept(const Gemm *m, int64_t slots, int64_t n, int64_t tasks);
 
+typedef struct Delta Delta; /* delta.c */
+
+/* Runs linear attention by the gated delta rule. Returns 0; or 1 when memory is short, having done nothing. */
+int moepack_delta(const Delta *m, int64_t threads);
+
 /* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c, delta.c, mamba.c and attention.c, which has AVX-512 BF16 too (3). */
 void moepack_small_level(int level);
 void moepack_delta_level(int level);

@@ -118,6 +118,14 @@ int moepack_affine_latent(const ProjectLatent *m) {
     return 0;
 }
 
+/* Linear attention: matrices of the layer's normalised input, and what a rule of delta.c makes of their results. */
+typedef struct {
+    const Dense *of;
+    int64_t count;
+    uint16_t *made;    /* the results, one after another, [tokens][rows] each, where the rule reads them */
+    const Delta *rule; /* `out` is the layer's `attended` */
+} Linear;
+
 /* A layer's gated experts for few BF16 tokens: two products, and the weighted sum. `up.out`, `down.x`,
  * `down.out` and `sum.from` are set here. Returns what moepack_affine_product does. */
 typedef struct {
@@ -156,6 +164,7 @@ typedef struct {
     Normal before, after;
     Project *project; /* 0: `attended` is given. `x` and `out` are set here */
     ProjectLatent *latent; /* or of a latent layer. `x` and the results are set here */
+    const Linear *linear;  /* or of linear attention */
     Heads *lift, *lower;   /* of a latent layer: `x` and `out` are set here */
     Attend *attend;   /* keys and values have room for the tokens' own rows, the last ones; `q` and `out` are set here */
     const uint16_t *attended; /* what attention's own last matrix multiplies, or without one attention's result */
@@ -225,6 +234,13 @@ static int latent_attention(Layer *m, uint16_t *normed, uint16_t *made) {
     return moepack_affine_heads(m->lower, m->threads);
 }
 
+static int linear_attention(const Layer *m, uint16_t *normed) {
+    const Linear *l = m->linear;
+    normalise(&m->before, m->x, normed, m->tokens, m->hidden);
+    const int failed = dense(l->of, l->count, m->hidden, normed, l->made, m->tokens, 1, m->tiles, m->threads);
+    return failed ? failed : moepack_delta(l->rule, m->threads);
+}
+
 /* Writes the shared expert's result to `out`, or adds it. */
 static int shared(const Layer *m, const uint16_t *normed, int adds) {
     const int64_t inner = m->shared->rows, tokens = m->tokens, hidden = m->hidden;
@@ -292,7 +308,10 @@ static int layer(Layer *m) {
     uint16_t *normed = m->normed ? m->normed : room + 2 * numbers, *result = room + 3 * numbers;
     if (!m->h) m->h = room + 4 * numbers;
     uint16_t *parts = room + 5 * numbers;
-    int failed = p ? attention(m, normed, parts) : l ? latent_attention(m, normed, parts) : 0;
+    int failed = 0;
+    if (p) failed = attention(m, normed, parts);
+    else if (l) failed = latent_attention(m, normed, parts);
+    else if (m->linear) failed = linear_attention(m, normed);
     const uint16_t *attended = m->attended;
     if (m->last && !failed) {
         failed = dense(m->last, 1, m->attended_cols, attended, result, m->tokens, 1, m->tiles, m->threads);

@@ -20,6 +20,7 @@ from moepack.runtime.kv.growing import grow_in_place, with_room
 from moepack.server.batching.engine import Engine, StepInput
 
 CALLS = ("attends", "goes_on", "up_to_experts")
+LINEAR = "attends_linearly"
 IDS = torch.randint(1, 60, (2, 14), generator=torch.Generator().manual_seed(0))
 
 
@@ -40,8 +41,8 @@ def lines(monkeypatch):
 @pytest.fixture
 def calls(monkeypatch):
     """How often each of the kernel's ways was called."""
-    made = dict.fromkeys(CALLS, 0)
-    for name in CALLS:
+    made = dict.fromkeys((*CALLS, LINEAR), 0)
+    for name in made:
         own = getattr(DecoderLayer, name)
 
         def call(*given, own=own, name=name):
@@ -120,7 +121,7 @@ FAMILIES = {
     "deepseek_v2": set(CALLS),
     "deepseek_v3": set(CALLS),
     "kimi_linear": set(CALLS),
-    "qwen3_next": {"goes_on", "up_to_experts"},
+    "qwen3_next": {"goes_on", "up_to_experts", LINEAR},
     "granitemoe": set(),
 }
 # How many of a family's layers one call runs: whole ones that follow one another
@@ -133,6 +134,10 @@ LINES = {
     "qwen3_next": 1,
     "granitemoe": 0,
 }
+HYBRID = {  # four layers, of which the last attends to all
+    "shared_expert_intermediate_size": 256, "num_hidden_layers": 4, "linear_num_key_heads": 4,
+    "linear_num_value_heads": 16,
+}  # fmt: skip
 LATENT = {"deepseek_v2": None, "deepseek_v3": 128, "kimi_linear": None}  # with ranks of queries
 
 
@@ -145,7 +150,7 @@ def test_the_bits_of_the_parts(family, tmp_path, demo_model, text, monkeypatch, 
         sizes |= {"moe_intermediate_size": 256, "kv_lora_rank": 128, "q_lora_rank": LATENT[family]}
         sizes |= {"qk_rope_head_dim": 32, "head_dim": 32}
     if family == "qwen3_next":
-        sizes["shared_expert_intermediate_size"] = 256
+        sizes |= HYBRID
     if family == "gpt_oss":
         sizes["sliding_window"] = 8  # in its first layer: shorter than what is read
     path = build_tiny(family, tmp_path, RTN, demo_model, text, **sizes)
@@ -262,6 +267,51 @@ def test_what_stands_between_layers_counts(mode, bundle, monkeypatch, lines):
         assert all(map(torch.equal, through(model, between), through(plain, between))), between
         assert max(lines) == layers, "one call runs all"
         assert min(lines[-2:]) < layers or between == "nothing", "what was in vain is not done again soon"
+
+
+STATES = {
+    "nothing": lambda x, cache: x,
+    "a change in place": lambda x, cache: x.mul_(2),
+    "another tensor": lambda x, cache: x * 2,
+    "a state changed in place": lambda x, cache: (cache.layers[2].recurrent_states[0].mul_(2), x)[1],
+    "another window": lambda x, cache: (cache.layers[1].conv_states.update({0: cache.layers[1].conv_states[0] * 2}), x)[
+        1
+    ],
+}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+def test_layers_that_attend_linearly_are_made_ready_and_run_when_they_are_called(
+    mode, tmp_path, demo_model, text, monkeypatch, calls
+):
+    """Checks of all layers are made at once, before the first one's call; states change in a layer's own call alone."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, **HYBRID}
+    path = build_tiny("qwen3_next", tmp_path, RTN, demo_model, text, **sizes)
+    plain, model = (opened(path, monkeypatch, layers) for layers in (False, True))
+
+    def through(of, between, called=4):
+        cache = DynamicCache(config=of.config)
+        with mode():
+            of(input_ids=IDS[:1, :5], cache=cache)
+        out = []
+        for token in range(5, 14):
+            x = torch.randn(1, 1, of.config.hidden_size, generator=torch.Generator().manual_seed(token)).bfloat16()
+            turn = of.model.rotary_emb(x, torch.tensor([[token]]))
+            with mode(), of._moepack_wrapper.alone():
+                for layer in of.model.layers[: called if token == 9 else 4]:
+                    x = layer(x, position_embeddings=turn, attention_mask=None, cache=cache)
+                    x = STATES[between if token == 9 else "nothing"](x, cache)
+            out.append(x)
+        for layer in cache.layers[:3]:
+            out += [layer.conv_states[0], layer.recurrent_states[0]]
+        return out
+
+    for between, called in (*((between, 4) for between in STATES), ("nothing", 1), ("nothing", 2)):
+        for layer in model.model.layers:
+            layer._moepack_layer.apart = 0
+        calls[LINEAR] = 0
+        assert all(map(torch.equal, through(model, between, called), through(plain, between, called))), between
+        assert calls[LINEAR] >= 9 * 3 - 3
 
 
 def test_hooks_of_layers_and_layers_that_come_twice(bundle, monkeypatch, lines):

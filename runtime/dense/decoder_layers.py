@@ -11,8 +11,9 @@ After streamed weights Python's own code is cold, and a layer's checks take 0.2 
 So one call runs all layers that followed one another in an earlier pass, for one token of each sequence, with the
 arguments of the first. The model then calls each of them as ever; a layer hands out what is made if it is given the
 very objects that were foreseen, unchanged as far as torch counts changes, and computes if not. Modules are checked
-before the call: what code between two layers of a pass does to the modules behind it counts from the next pass on,
-unless it is a layer's hook.
+before the first call: what code between two layers of a pass does to the modules behind it counts from the next pass
+on, unless it is a layer's hook. A layer of linear attention changes its states when it runs. So its call is made ready
+with the others, and run when the model calls the layer, with those behind it up to the next such layer.
 """
 
 from __future__ import annotations

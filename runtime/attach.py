@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from moepack.families.model_class import top_k
-from moepack.pack.errors import InputError
 from moepack.pack.reader import Bundle
 from moepack.pack.spec import SECTION, Version, align
 from moepack.runtime.dense.file_rows import FileRows
@@ -62,11 +61,6 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
     devices = [
         next(model.get_submodule(layer.module.rpartition(".")[0]).parameters()).device for layer in bundle.layers
     ]
-    if any(device.type == "meta" for device in devices):
-        raise InputError(
-            "device_map puts layers on the host or the disk, which a bundle does not do: where its experts do not fit, "
-            "give device= and device_memory= instead"
-        )
     compiled = all(device.type == "cpu" and backends.backend(device) == "native" for device in devices)
     bits = layer_bits(model, workload.kv, compiled)
     kernels = compiled and backends.serves_dense()

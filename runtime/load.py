@@ -14,7 +14,7 @@ from moepack.pack.manifest import DENSE, MANIFEST
 from moepack.pack.reader import Bundle, open_bundle
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.planning.choice import ladders_of
-from moepack.runtime.planning.options import GENERATION, METHOD, LoadOptions
+from moepack.runtime.planning.options import GENERATION, METHOD, LoadOptions, on_cpu
 from moepack.runtime.profile import read_profile
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _check_kernels(device: str) -> None:
     """Raise InputError for an AMD GPU: the experts' kernels take more shared memory (docs/gpu.md)."""
     import torch
 
-    if torch.version.hip is None or device == "cpu":
+    if torch.version.hip is None or on_cpu(device):
         return
     name = torch.cuda.get_device_properties(torch.device(device)).gcnArchName.partition(":")[0]
     raise InputError(

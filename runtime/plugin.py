@@ -26,7 +26,7 @@ from moepack.families.layouts import adapt
 from moepack.families.mtp import mtp_patterns
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.manifest import DENSE, LEFTOVERS
-from moepack.pack.reader import Bundle, open_bundle
+from moepack.pack.reader import TENSORS, Bundle, open_bundle
 from moepack.pack.spec import HINT, Version
 from moepack.runtime.dense.choice import choose_dense
 from moepack.runtime.dense.linears import prepare
@@ -125,9 +125,9 @@ class MoepackQuantizer(HfQuantizer):
         self._bundle: Bundle | None = None
         self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()
-        self._bounded = False  # in a budget on a CPU
         self._limit: ProcessLimit | None = None
-        self._model: weakref.ref[PreTrainedModel] | None = None  # the model that is loaded now
+        self._model: weakref.ref[PreTrainedModel] | None = None  # the model whose weights are to be read
+        self._places: set[str] | None = None  # the kinds of devices that it goes to; None until they are known
 
     @property
     def is_trainable(self) -> bool:
@@ -141,6 +141,23 @@ class MoepackQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: object = None) -> NoReturn:
         raise InputError("a loaded bundle does not become a plain model: load the checkpoint that it was made from")
 
+    def validate_environment(self, *args: object, device_map: object = None, **kwargs: object) -> None:
+        """Note where the model goes. Of "auto" and the like transformers tells the map once there is a model.
+
+        Raises:
+            InputError: for a map with the disk, or with the host beside a GPU.
+        """
+        if isinstance(device_map, str):
+            return
+        named = device_map.values() if isinstance(device_map, Mapping) else ["cpu"]
+        self._places = {str(place).partition(":")[0] for place in named}
+        if self._places & {"disk", "meta"} or ("cpu" in self._places and len(self._places) > 1):
+            raise InputError(
+                "device_map puts layers on the host or the disk, which a bundle does not do: where its experts do not "
+                "fit, give device= and device_memory= instead"
+            )
+        self._check()
+
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
@@ -151,14 +168,9 @@ class MoepackQuantizer(HfQuantizer):
         bundle = _bundle_of(model, checkpoint_files, config.options(True))
         check_options(bundle, config.options())
         self._bundle = bundle = profiled(bundle, config.options().profile)
-        where = kwargs.get("device_map") or "cpu"
-        devices = {str(place) for place in (where.values() if isinstance(where, Mapping) else [where])}
-        later = devices == {"cpu"}  # files of tensors are checked as they are read (dense/mapped.py)
-        self._bounded = config.options().in_budget and later
         self._model = weakref.ref(model)
-        bundle.check(*(() if later else (name for name in bundle.files if name != LEFTOVERS)))
-        if later:
-            bundle.dense(check_digests=False)  # a damaged header, before safetensors reads it
+        bundle.check()
+        bundle.dense(check_digests=False)  # a damaged header, before safetensors reads it
         adapt(model)
         options = self._options = config.options(bool(bundle.manifest.dense))
         self._dense = choose_dense(options.dense, bundle, options.policy)
@@ -193,23 +205,34 @@ class MoepackQuantizer(HfQuantizer):
         if bundle.manifest.model.get("mtp") == "keep":
             patterns = mtp_patterns(bundle.dense(check_digests=False), bundle.manifest.model["decoder_layers"])
             model._keys_to_ignore_on_load_unexpected |= patterns
-        if options.memory is not None and not devices <= {"cpu"}:
-            named = ", ".join(sorted(devices - {"cpu"}))
-            raise InputError(f"a memory limit is for a model on the CPU: on {named} give a device memory instead")
 
     def update_weight_conversions(self, weight_conversions: object, *model: object) -> object:
-        """Check the budget on a CPU: the last hook before weights are read, and no longer among patches of model code.
+        """Check what is known before weights are read: this is called no longer among patches of model code.
 
         Up to 5.19 at least, transformers does not hand over the model.
         """
-        if self._bounded and self._limit is None:
-            loaded = None if self._model is None else self._model()
-            assert self._bundle is not None and loaded is not None
-            if self._options.memory is not None:
-                self._options, self._limit = keep_limit(loaded, self._bundle, self._options, self._dense)
-            else:
-                self._options = check_budget(loaded, self._bundle, self._options, self._dense)
+        self._check()
         return super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
+
+    def _check(self) -> None:
+        """Once model and places are known, check the budget on a CPU, and elsewhere the files of tensors.
+
+        On a CPU these are checked as they are read (dense/mapped.py).
+        """
+        model = None if self._model is None else self._model()
+        places = self._places
+        bundle = self._bundle
+        options = self._options
+        if model is None or places is None:
+            return
+        assert bundle is not None
+        if places != {"cpu"}:
+            options.check_limit(", ".join(sorted(places)))
+            bundle.check(*(name for name in bundle.files if name.endswith(TENSORS) and name != LEFTOVERS))
+        elif options.memory is not None:
+            self._options, self._limit = keep_limit(model, bundle, options, self._dense)
+        elif options.in_budget:
+            self._options = check_budget(model, bundle, options, self._dense)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: object) -> Any:
         assert self._bundle is not None

@@ -23,7 +23,7 @@ from moepack.pack.spec import Version
 from moepack.pack.tables import CalibrationTables, shown_loss
 from moepack.runtime.kv.forms import AUTO_KV, CONTEXT, FORMS, LOSS, PLAIN_KV
 from moepack.runtime.load import check_options, meant_device
-from moepack.runtime.planning.options import GENERATION, LoadOptions, Workload
+from moepack.runtime.planning.options import GENERATION, LoadOptions, Workload, on_cpu
 from moepack.runtime.planning.sizes import in_unit, parse_size
 from moepack.runtime.policies.placements import version_name
 from moepack.runtime.profile import profiled
@@ -161,7 +161,7 @@ def _planned(bundle: Bundle, options: LoadOptions, limit: ProcessLimit | None, o
     whole = bundle.versions
     bundle = within(bundle, options.bound, read, model.top_k, partial(memory_rate, options.device))
     parsed = choose_policy(options.policy, bundle, [options.device], True)
-    estimated = options.device.partition(":")[0] != "cpu"
+    estimated = not on_cpu(options.device)
     if limit is not None:
         from moepack.runtime.process_limit import check_policy
 

@@ -70,7 +70,7 @@ class _Mapping(NamedTuple):
 
 
 def own(model: PreTrainedModel, bundle: Bundle, uncached: bool = False) -> None:
-    """Copy a model's parameters and buffers into own memory, and check the bundle's tensor files; tied ones stay tied.
+    """Copy what is mapped of a model's tensors into own memory, and check the bundle's files; tied ones stay tied.
 
     With `uncached` the files leave the page cache: what transformers maps has the system read ahead. An input embedding
     that nothing else uses then stays in its file (file_rows.py).
@@ -92,8 +92,9 @@ def own(model: PreTrainedModel, bundle: Bundle, uncached: bool = False) -> None:
         size = storage.nbytes()
         at = bisect.bisect_right(mapped, begin, key=lambda m: m.begin) - 1
         within = mapped[at] if at >= 0 and begin + size <= mapped[at].end and storage.device.type == "cpu" else None
-        if within is None or not size:
-            copies[storage._cdata] = storage, storage.clone()
+        if within is None:
+            if not mapped:  # the system does not say what is
+                copies[storage._cdata] = storage, storage.clone()
             continue
         where = within.offset + begin - within.begin
         used.add(within)
@@ -115,8 +116,9 @@ def own(model: PreTrainedModel, bundle: Bundle, uncached: bool = False) -> None:
     if parts:
         raise BundleError.single(str(bundle.path), "read", "its tensors were mapped from files that are not its own")
     for tensor in (*model.parameters(), *model.buffers()):
-        _, copied = copies[tensor.untyped_storage()._cdata]
-        tensor.data = tensor.new_empty(0).set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+        found = copies.get(tensor.untyped_storage()._cdata)
+        if found is not None:
+            tensor.data = tensor.new_empty(0).set_(found[1], tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _read(

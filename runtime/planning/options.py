@@ -67,6 +67,11 @@ class Workload:
                 raise InputError(f"{name} is a whole number from {least}, not {value!r}")
 
 
+def on_cpu(device: str) -> bool:
+    """Whether a device, as torch names it, is the CPU."""
+    return str(device).partition(":")[0] == "cpu"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
     """How a bundle is loaded and served. Sizes are bytes, or text such as "24GiB".
@@ -149,8 +154,7 @@ class LoadOptions:
             if not (name == "memory" and size == AUTO):
                 whole = parse_size(size)
                 object.__setattr__(self, name, size if isinstance(size, str) else whole)  # numpy's numbers, for example
-        if self.memory is not None and self.device != "cpu":
-            raise InputError(f"a memory limit is for a model on the CPU: on {self.device} give a device memory instead")
+        self.check_limit(self.device)
         if parse_size(self.host_rate) == 0:
             raise InputError("host_rate must be at least 1 byte a second; leave it out for no limit")
         threads = self.host_threads
@@ -180,6 +184,11 @@ class LoadOptions:
     def size(self) -> int | str | None:
         """The budget or limit as the user wrote it."""
         return self.device_memory if self.device_memory is not None else self.memory
+
+    def check_limit(self, device: str) -> None:
+        """Raise InputError for a memory limit with another device than the CPU."""
+        if self.memory is not None and not on_cpu(device):
+            raise InputError(f"a memory limit is for a model on the CPU: on {device} give a device memory instead")
 
     @property
     def in_budget(self) -> bool:

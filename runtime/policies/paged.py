@@ -349,7 +349,9 @@ class Paged:
         cached = self._cache.serve(layer, wants, room, event.placed, event.coming)
         later = layer + 1
         if self._options.ahead == "yes" and len(used) >= MOST * len(event.counts) and later < len(self._coded):
-            soon = {e: DECODED for e in self._order(later) if not self._stays[later][e]}
+            stays = self._stays[later]
+            # What yields now is not decoded ahead: one answer would keep the bytes that are counted as gone beneath it
+            soon = {e: DECODED for e in self._order(later) if not stays[e] and (later, e) not in gone}
             cached |= self._cache.foresee(later, soon, room, cached)
         changes = Changes(gone | {key: self._at(key, v) for key, v in cached.items()})
         changes.beside = beside

@@ -215,9 +215,11 @@ class OnDemandLoader:
 
     def _make_way(self) -> bool:
         """Wait for a cancelled copy that still holds its block; return whether there was one. Publish ended copies."""
-        going = next((x for x in self._given_up if not x.event.done()), None)
+        residency = self._residency
+        flying = [residency.entries[key].flying for key in residency.flying]
+        going = next((x.event for x in flying if x is not None and x.event.cancelled and not x.event.done()), None)
         if going is not None:
-            going.event.wait()
+            going.wait()
         self._note()
         return going is not None
 

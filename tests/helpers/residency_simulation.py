@@ -34,6 +34,7 @@ class Kind:
     fixed: bool = False  # pools cannot give blocks back; `room` experts are high from the start
     host: tuple[int, ...] = ()  # versions that are in host memory
     host_pages: int | None = None  # pages on the host; None for any number
+    source: int | None = None  # the version that stays beneath better ones
 
     @property
     def base(self) -> int:
@@ -135,7 +136,7 @@ class Simulation:
             self.pools.append(Pool(f"v{version}", pages * PAGE, blocks, tracker, memory, on_host))
         self.residency = Residency(
             EXPERTS, kind.base, lambda p, v: self.pools[v], self.fetch, self.make, self.publish,
-            self.mark, kind.keeps_base, lambda: self.seen,
+            self.mark, kind.keeps_base, lambda: self.seen, kind.source,
         )  # fmt: skip
         pools = [*self.on_device, *self.on_host]
         headroom = Headroom(self.residency, self.tracker, pools, kind.reserve * PAGE)
@@ -263,6 +264,7 @@ class Simulation:
             needed = {entry.active, entry.ready} - {None} | ({self.kind.base} if self.kind.keeps_base else set())
             if not needed <= entry.complete.keys():
                 raise Violation(f"1: {key} lacks a version that it is served with")
+            needed |= set() if self.residency.source_of(key) is None else {self.kind.source}
             leaving = {v for k, v in self.residency.leaving if k == key}
             if set(entry.complete) != needed | leaving | {v for k, v in spare if k == key}:
                 raise Violation(f"{key} holds versions that nobody knows of")

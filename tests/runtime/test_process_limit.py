@@ -77,8 +77,8 @@ def test_what_is_refused(bundle, monkeypatch):
         LoadOptions(memory="1GB", device="cuda")
     with pytest.raises(InputError, match="size 'much'"):
         LoadOptions(memory="much")
-    with pytest.raises(InputError, match="on the CPU: on disk give a device memory"):
-        AutoModelForCausalLM.from_pretrained(bundle, memory="4GB", device_map={"model": "cpu", "lm_head": "disk"})
+    with pytest.raises(InputError, match="on the CPU: on cuda give a device memory"):
+        AutoModelForCausalLM.from_pretrained(bundle, memory="4GB", device_map="cuda")
     given, beside = LoadOptions(memory=1000, device_memory=900), Beside(90, 5, 0, 0, 5)
     with pytest.raises(InputError, match=r"device memory of 900 bytes .* limit of 1000 bytes: at most 872 bytes do"):
         limit_of(given, beside)

@@ -59,7 +59,10 @@ def test_what_another_mapping_had_is_left_alone(tmp_path, monkeypatch):
     at = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     gone = mapped._Mapping(at, at + 8192, 0, str(file))
     monkeypatch.setattr(mapped, "_mapped", lambda: iter(sorted([*found(), gone])))
+    model["b"] = torch.ones(7)
+    before = model["b"].data_ptr()
     mapped.own(model, opened(file))
+    assert model["b"].data_ptr() == before, "it is the model's own already"
     assert memory[:] == b"x" * 8192 and bool((model["a"] == 1).all())
 
 

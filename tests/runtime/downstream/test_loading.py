@@ -1,13 +1,16 @@
 """How programs load a bundle (docs/in-other-programs.md, "Loading")."""
 
+import itertools
+
 import pytest
 import torch
-from support import HOT
+from support import HOT, spy
 from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, Qwen3MoeForCausalLM
 from transformers.quantizers import auto
 
 import moepack
 from moepack.pack.errors import InputError
+from moepack.pack.reader import Bundle
 from moepack.runtime.planning.options import METHOD
 from moepack.runtime.plugin import MoepackConfig
 
@@ -56,23 +59,32 @@ def test_without_the_import(row, bundle, monkeypatch):
     row.refuses(from_path, bundle)
 
 
-@pytest.mark.row('`device_map="auto"`, `"cpu"`, `"balanced"`')
-def test_device_map(row, bundle, same):
-    for device_map in ("auto", "cpu", "balanced", {"": "cpu"}):
-        if torch.cuda.is_available() and device_map in ("auto", "balanced"):
+@pytest.mark.row('`device_map="auto"`, `"balanced"`, `"sequential"`, `"cpu"`, `"cpu:0"`')
+def test_device_map(row, bundle, same, monkeypatch):
+    """However the CPU is spelled, files of tensors are digested once, while they are read, and a limit is kept."""
+    checked = []
+    spy(monkeypatch, Bundle, "check", lambda self, *names: checked.extend(names))
+    for device_map in ("auto", "cpu", "balanced", "sequential", {"": "cpu"}, "cpu:0", {"": "cpu:0"}):
+        if torch.cuda.is_available() and device_map in ("auto", "balanced", "sequential"):
             continue
-        assert same(from_path(bundle, device_map=device_map))
+        model = from_path(bundle, device_map=device_map, memory="6GB")
+        assert same(model) and model.moepack.limit is not None and not checked
+        model.moepack.close()
+    assert same(from_path(bundle, device_map="auto")) and moepack.load(bundle, "cpu:0", memory="6GB").moepack.limit
     model = from_path(bundle, device_map="cpu", **HOT)
     assert same(model)
     model.moepack.close()
 
 
-@pytest.mark.row("a `device_map` that puts layers on the disk")
+@pytest.mark.row("a `device_map` that puts any part on the disk")
 def test_offloading_device_map(row, bundle, tmp_path):
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     layers = {f"model.layers.{n}": "disk" if n else "cpu" for n in range(4)}
-    for options in ({}, HOT):
-        row.refuses(from_path, bundle, device_map=places | layers, offload_folder=tmp_path, **options)
+    parts = {"model": "cpu", "lm_head": "cpu"}
+    offloads = (places | layers, parts | {"lm_head": "disk"}, parts | {"model.embed_tokens": "disk"}, {"": "meta"})
+    for options, device_map in itertools.product(({}, HOT), (*offloads, {"model": 0, "lm_head": "cpu"})):
+        row.refuses(from_path, bundle, device_map=device_map, offload_folder=tmp_path, **options)
+        row.refuses(from_path, bundle, device_map="sequential", max_memory={"cpu": 1_000_000}, **options)
 
 
 @pytest.mark.row('inside `with torch.device("cpu")`')

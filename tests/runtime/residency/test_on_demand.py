@@ -11,6 +11,7 @@ from transformers import DynamicCache
 import moepack
 from moepack.pack.errors import BundleError, InputError
 from moepack.pack.reader import open_bundle
+from moepack.pack.spec import PAGE
 from moepack.runtime.policies.contract import Changes
 from moepack.runtime.residency.on_demand import OnDemandLoader
 
@@ -94,6 +95,19 @@ def test_room_that_a_cancelled_copy_still_has_is_waited_for():
     assert sim.at() == {(0, 0): HIGH, (0, 1): HIGH, (0, 2): HIGH} and not sim.jobs
     with pytest.raises(InputError, match="layer 0, expert 3, version 0: no block of memory"):
         sim.demand.reach(0, Changes({(0, 3): HIGH}))
+    sim.check()
+
+
+def test_room_of_copies_that_the_kv_reserve_cancelled_is_waited_for():
+    """The reserve has its bytes once the first has ended, and the pass begins while others still hold theirs."""
+    sim = Waits()
+    sim.demand.reach(0, Changes({(1, 0): HIGH, (1, 1): HIGH, (1, 2): HIGH}))
+    assert not sim.transitions.grow_kv(3 * PAGE)
+    sim.arrive()
+    sim.transitions.tick()
+    assert sim.transitions.kv_bytes == 3 * PAGE and len(sim.jobs) == 2
+    sim.demand.reach(0, Changes({(0, 0): HIGH, (0, 1): HIGH}))
+    assert sim.at() == {(0, 0): HIGH, (0, 1): HIGH} and not sim.jobs
     sim.check()
 
 

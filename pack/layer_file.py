@@ -119,7 +119,7 @@ class LayerFile:
 
     def __init__(self, root: Path, name: str, entry: ExpertFileEntry, version: Version, layer: Layer) -> None:
         self.location = f"{root}/{name}"
-        self._at = root, name
+        self._at = root.absolute(), name
         self.version = version
         self.layer = layer
         file = open_file(root, name)

@@ -13,13 +13,15 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
+
+from .load_turns import load_turns
 
 SERVING = frozenset({"serve", "generate", "chat", "plan"})
 SPINS = 1000  # rounds of a waiting thread; GNU OpenMP's default is 300,000
@@ -95,14 +97,22 @@ def extend_from_pretrained() -> None:
     """Let `from_pretrained` take `policy`, `device_memory` and the like, which transformers would hand to the model.
 
     It also passes on what the plug-in needs and transformers does not tell a quantiser: the model's name, how files are
-    fetched, and the experts' implementation.
+    fetched, and the experts' implementation. Models are constructed in turns (load_turns.py).
     """
-    from transformers.modeling_utils import PreTrainedModel
+    from transformers import modeling_utils
 
     from moepack.pack.errors import InputError
     from moepack.runtime.planning.options import DEVICE_MEMORY, MEMORY, SERVED, WORKLOAD
 
-    kind: Any = PreTrainedModel
+    kind: Any = modeling_utils.PreTrainedModel
+    set_dtype = modeling_utils.local_torch_dtype
+
+    @contextmanager
+    def local_torch_dtype(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with load_turns.constructing(), set_dtype(*args, **kwargs):
+            yield
+
+    modeling_utils.local_torch_dtype = local_torch_dtype
     original = kind.from_pretrained.__func__
     keywords = set(SERVED) - set(WORKLOAD)
 

@@ -7,9 +7,7 @@ expert parameters from the empty model before weights are loaded, and attaches t
 from __future__ import annotations
 
 import logging
-import os
 import re
-import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +36,7 @@ from moepack.runtime.planning.options import METHOD, SERVED, WORKLOAD, LoadOptio
 from moepack.runtime.store.checked import recording
 
 from .attach import attach
+from .load_turns import load_turns
 from .process_limit import ProcessLimit, check_budget, keep_limit
 from .profile import profiled
 from .snapshot import fetch
@@ -60,23 +59,6 @@ class Asked:
 
 
 asked: ContextVar[Asked] = ContextVar("moepack_asked", default=Asked())  # noqa: B039 (frozen)
-
-
-class _Turn:
-    """Lets one thread at a time load a bundle: transformers meanwhile sets the process's default dtype and device.
-
-    Loads of other models take no turn, so what they do with threads and processes stays theirs.
-    """
-
-    def __init__(self) -> None:
-        self._renew()
-        os.register_at_fork(after_in_child=self._renew)  # the thread that loads is not in the child
-
-    def _renew(self) -> None:
-        self.lock = threading.RLock()
-
-
-_turn = _Turn()
 
 
 class MoepackConfig(QuantizationConfigMixin):
@@ -121,7 +103,7 @@ class MoepackQuantizer(HfQuantizer):
             raise _no_bundle()
         super().__init__(quantization_config, **kwargs)
         if (held := asked.get().held) is not None:
-            held.enter_context(_turn.lock)
+            held.enter_context(load_turns.loading())
         self._bundle: Bundle | None = None
         self._options = quantization_config.options()
         self._dense: tuple[Version, ...] = ()

@@ -7,7 +7,6 @@ has many tokens, torch multiplies BF16 matrices (kernels/by_torch.py).
 
 from __future__ import annotations
 
-import copyreg
 import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -235,12 +234,16 @@ def _addresses(module: nn.Linear) -> tuple[int, int | None]:
     return module.weight.data_ptr(), None if module.bias is None else module.bias.data_ptr()
 
 
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
 def in_place_of(kind: type[nn.Module], forward: Callable[..., object]) -> type[nn.Module]:
     """Make a subclass of `kind` with this forward and `kind`'s name. A copied or pickled module is of class `kind`."""
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
 
     def reduce(self: object, protocol: object) -> tuple[object, ...]:
-        return copyreg.__newobj__, (kind,), self.__dict__  # type: ignore[attr-defined]
+        return _blank, (kind,), self.__dict__
 
     return type(kind.__name__, (kind,), {**names, "__reduce_ex__": reduce, "forward": forward})
 

@@ -40,6 +40,8 @@ def going_on(plain: Callable[..., object]) -> Callable[..., object]:
 
     @functools.wraps(plain)
     def forward(self: FamilyModule, *args: object, **kwargs: object) -> object:
+        if torch.compiler.is_compiling():
+            return plain(self, *args, **kwargs)
         cache = next((v for v in (*args, *kwargs.values()) if isinstance(v, Cache)), None)
         state = None if cache is None else cache.get_recurrent_state(self.layer_idx, state_idx=0)
         kernel = getattr(self, "_moepack_scan", None)
@@ -136,6 +138,5 @@ def _copy(state: Tensor) -> Tensor:
 
 def _fits(*tensors: Tensor) -> bool:
     """Whether the kernel takes these tensors."""
-    if torch.compiler.is_compiling():
-        return False
-    return all(t.device.type == "cpu" and t.is_floating_point() and not learns(t) for t in tensors)
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # those of vmap and jvp have no memory
+    return all(t.device.type == "cpu" and t.is_floating_point() and not (learns(t) or wrapped(t)) for t in tensors)

@@ -153,6 +153,7 @@ class TokenImportance:
         """
         self._check()
         try:
+            self._heavy.clear()  # of a pass that was interrupted
             self._shape = shape
             self._cached = cached
             self._text = None if text is None else (text != 0).view(shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import re
 from dataclasses import dataclass
 from numbers import Real
@@ -37,9 +38,14 @@ def parse_size(size: str | float | SupportsIndex | None) -> int | None:
     if size is None:
         return None
     if isinstance(size, Real | SupportsIndex) and not isinstance(size, bool):
-        with contextlib.suppress(ArithmeticError, TypeError, ValueError):
-            whole = size if isinstance(size, int) else int(size)
-            if whole == size and whole >= 0:
+        with contextlib.suppress(ArithmeticError, RuntimeError, TypeError, ValueError):
+            if isinstance(size, Real):
+                whole = size if isinstance(size, int) else int(size)
+                exact = whole == size
+            else:
+                whole = operator.index(size)
+                exact = True
+            if exact and whole >= 0:
                 return whole
     text = size if isinstance(size, str) else ""
     number = text.strip().lower().removesuffix("b")

@@ -123,21 +123,24 @@ def test_loads_where_transformers_hands_over_no_model(bundle, monkeypatch):
     model.moepack.close()
 
 
-def test_threads_that_load_at_once(bundle):
-    """transformers sets the default dtype of the whole process while it loads."""
+def test_threads_that_load_at_once(bundle, tmp_path):
+    """transformers sets the default dtype of the whole process while it constructs a model, of a bundle or not."""
+    checkpoint = save_tiny("qwen3_moe", tmp_path)
 
     def loaded(number):
         dtype = (torch.bfloat16, torch.float32)[number % 2]
-        model = AutoModelForCausalLM.from_pretrained(bundle, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(checkpoint if number % 3 == 2 else bundle, dtype=dtype)
+        if number % 3 == 2:
+            return True
         held = {parameter.dtype for parameter in model.parameters()}
         model.moepack.close()
         return held == {dtype}
 
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(loaded, range(8)))
+        assert all(pool.map(loaded, range(18)))
 
 
-def test_loads_of_other_models_and_in_children_take_no_turn(bundle, tmp_path):
+def test_loads_of_other_models_and_in_children_wait_for_none(bundle, tmp_path):
     """A model may load a part of itself in another thread; a process may be forked while another thread loads."""
     checkpoint = save_tiny("qwen3_moe", tmp_path)
 
@@ -150,9 +153,8 @@ def test_loads_of_other_models_and_in_children_take_no_turn(bundle, tmp_path):
     assert type(Two.from_pretrained(checkpoint).draft) is Qwen3MoeForCausalLM
     forks = f"""
 import os, sys, threading, moepack
-from moepack.runtime import plugin
-turn = plugin._turn
-threading.Thread(target=turn.lock.acquire).start()
+from moepack.runtime.load_turns import load_turns
+threading.Thread(target=load_turns.loading().__enter__).start()
 if not os.fork():
     moepack.load({str(bundle)!r}).moepack.close()
     os._exit(0)

@@ -118,6 +118,10 @@ def test_a_scan_goes_on_from_its_state(dtype, monkeypatch):
         got, _ = outputs(ours, STEPS, mask)
     assert ran == [*STEPS] * len(layers_of(ours))
     assert (got - wanted).norm() <= 1.2 * (other - wanted).norm() + 1e-6 * wanted.norm()
+    compiled = torch.compile(layers_of(ours)[0], fullgraph=True, backend="eager")
+    x = torch.randn(1, 3, ours.config.hidden_size, generator=torch.Generator().manual_seed(2)).to(dtype)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layers_of(plain)[0](x))
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])

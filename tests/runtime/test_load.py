@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 
@@ -126,18 +127,22 @@ def test_loads_where_transformers_hands_over_no_model(bundle, monkeypatch):
 def test_threads_that_load_at_once(bundle, tmp_path):
     """transformers sets the default dtype of the whole process while it constructs a model, of a bundle or not."""
     checkpoint = save_tiny("qwen3_moe", tmp_path)
+    alone = threading.Lock()  # of plain loads, which transformers does not keep apart
 
     def loaded(number):
         dtype = (torch.bfloat16, torch.float32)[number % 2]
-        model = AutoModelForCausalLM.from_pretrained(checkpoint if number % 3 == 2 else bundle, dtype=dtype)
         if number % 3 == 2:
-            return True
+            with alone:
+                plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+            return {parameter.dtype for parameter in plain.parameters()} == {dtype}
+        model = AutoModelForCausalLM.from_pretrained(bundle, dtype=dtype)
         held = {parameter.dtype for parameter in model.parameters()}
         model.moepack.close()
         return held == {dtype}
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(loaded, range(18)))
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_loads_of_other_models_and_in_children_wait_for_none(bundle, tmp_path):

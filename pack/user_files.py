@@ -12,6 +12,7 @@ import math
 import os
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -103,10 +104,12 @@ def remembered(kind: str, key: object, read: Callable[[Any], T], make: Callable[
 
     `key` has everything on which the result depends, as JSON or with a `repr`. `read` takes a kept document, and raises
     ValueError, TypeError, KeyError or AttributeError for what is not valid. Results are JSON, or dataclasses of it.
-    Files that cannot be read or written, or are not valid, are ignored.
+    Files that cannot be read or written, or are not valid, are ignored. While torch's default dtype is another one
+    nothing is read or kept: what is made then may hold for this process alone.
     """
     folder = cache_path(kind)
-    if folder is None:
+    torch: Any = sys.modules.get("torch")
+    if folder is None or (torch is not None and torch.get_default_dtype() != torch.float32):
         return make()
     name = hashlib.sha256(json.dumps(key, sort_keys=True, default=repr).encode()).hexdigest()
     file = folder / f"{name}.json"

@@ -3,8 +3,9 @@
 import os
 
 import pytest
+import torch
 
-from moepack.pack.user_files import cache_path, read_own, write_whole
+from moepack.pack.user_files import cache_path, read_own, remembered, write_whole
 
 
 def test_a_file_is_the_former_one_or_the_new_one(tmp_path, monkeypatch):
@@ -42,3 +43,19 @@ def test_the_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_path("x") == tmp_path / "home" / ".cache" / "moepack" / "x"
+
+
+def test_what_is_measured_under_another_default_dtype_is_not_kept(tmp_path, monkeypatch):
+    """The fault: plans and trials of a process whose default dtype another library had left changed, read by others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked = iter(range(9))
+
+    def found():
+        return remembered("some", "key", int, lambda: next(asked))
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert (found(), found()) == (0, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (found(), found()) == (2, 2)

@@ -12,9 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-PATIENCE = (
-    10.0  # seconds that a bundle waits for others to construct their models; one of these may wait for the bundle
-)
+PATIENCE = 10.0  # seconds that a bundle waits for models under construction: one of these may wait for the bundle
 
 
 class LoadTurns:

@@ -172,9 +172,9 @@ def serve_scans(model: nn.Module) -> dict[str, int]:
     trials = Trials[bool]()
     for module in model.modules():
         kind: Any = type(module)
-        cache = next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), None)
-        if cache is None or not has_scan(kind) or "forward" in module.__dict__:
+        if not has_scan(kind) or "forward" in module.__dict__:
             continue
+        cache = next((name for name in CACHE_NAMES if name in inspect.signature(kind.forward).parameters), "")
         trial = functools.partial(_scans_alike, module, cache, model.config)
         if trials.count(module, trials.result(module, trial, without=NUMBER) is not None):
             module._moepack_scan = mamba_native.scan  # type: ignore[assignment]

@@ -75,7 +75,9 @@ def _scan(
     `state` is [batch, channels, size], `x`, `dt` and `z` are as results are, `b` and `c` [batch, size, tokens].
     """
     if kernel is not None and delta_softplus and _fits(x, dt, a, b, c, D, z, delta_bias):
-        last = x.new_zeros(len(x), *a.shape, dtype=torch.float32) if state is None else _copy(state)
+        last = x.new_zeros(len(x), *a.shape, dtype=torch.float32)
+        if state is not None:
+            last.copy_(state)
         out = _by_kernel(kernel, last, x, dt, a, b.transpose(1, 2), c.transpose(1, 2), D, z, delta_bias)
     elif state is None:
         given = {"D": D, "z": z, "delta_bias": delta_bias, "delta_softplus": delta_softplus}
@@ -91,26 +93,16 @@ def _scan(
 
 
 def _step(
-    kernel: Kernel | None,
-    own_step: Callable[..., Tensor],
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    D: Tensor,
-    z: Tensor,
-    dt_bias: Tensor,
-    dt_softplus: bool,
+    kernel: Kernel | None, own_step: Callable[..., Tensor], state: Tensor, *given: Tensor, **named: Any
 ) -> Tensor:
     """Return what transformers' step of this name does for one token, and move the state on."""
-    if kernel is None or not (dt_softplus and _fits(state, x, dt, a, b, c, D, z, dt_bias)):
-        return own_step(state, x, dt, a, b, c, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
-    last = state if state.dtype == torch.float32 and state.is_contiguous() else _copy(state)
-    out = _by_kernel(kernel, last, x[..., None], dt[..., None], a, b[:, None], c[:, None], D, z[..., None], dt_bias)
-    if last is not state:
-        state.copy_(last)
+    x, dt, a, b, c, skip = given
+    z = named["z"]
+    bias = named["dt_bias"]
+    in_place = state.dtype == torch.float32 and state.is_contiguous()
+    if kernel is None or not (in_place and named["dt_softplus"] and _fits(state, *given, z, bias)):
+        return own_step(state, *given, **named)
+    out = _by_kernel(kernel, state, x[..., None], dt[..., None], a, b[:, None], c[:, None], skip, z[..., None], bias)
     return out[..., 0].to(x.dtype)
 
 
@@ -130,10 +122,6 @@ def _by_kernel(
     steps = F.softplus(dt + bias.to(dt.dtype)[:, None])
     out = kernel(x, steps, a, b, c, state)
     return (out + x * D.float()[:, None]) * F.silu(z)
-
-
-def _copy(state: Tensor) -> Tensor:
-    return torch.empty(state.shape).copy_(state)
 
 
 def _fits(*tensors: Tensor) -> bool:

@@ -216,7 +216,8 @@ class OnDemandLoader:
     def _make_way(self) -> bool:
         """Wait for a cancelled copy that still holds its block; return whether there was one. Publish ended copies."""
         residency = self._residency
-        flying = [residency.entries[key].flying for key in residency.flying]
+        with residency.lock:  # another pass that waits for room may end copies meanwhile
+            flying = [residency.entries[key].flying for key in residency.flying]
         going = next((x.event for x in flying if x is not None and x.event.cancelled and not x.event.done()), None)
         if going is not None:
             going.wait()

@@ -7,12 +7,14 @@ one another: what they do with threads and processes is theirs. This module impo
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
-from collections import Counter
+import time
 from collections.abc import Iterator
 
-PATIENCE = 10.0  # seconds that a bundle waits for models under construction: one of these may wait for the bundle
+PATIENCE = 10.0  # seconds that a bundle and models under construction wait for one another: one may wait for the other
+Turn = dict[object, threading.Thread]  # who has one
 
 
 class LoadTurns:
@@ -24,43 +26,46 @@ class LoadTurns:
 
     def _renew(self) -> None:
         self._changed = threading.Condition()
-        self._loader: int | None = None  # the thread that loads a bundle
-        self._depth = 0  # of bundles that it loads inside one another
-        self._constructing = Counter[int]()  # threads
+        self._loading: Turn = {}
+        self._constructing: Turn = {}
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Enclose the load of a bundle: wait for others' turns to end."""
-        me = threading.get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: self._loader in (None, me))
-            self._loader = me
-            self._depth += 1
-            self._changed.wait_for(lambda: not self._constructing.keys() - {me}, PATIENCE)
+        """Enclose the load of a bundle: wait while other threads load one, and a while for those that construct."""
+        mine = object()
         try:
+            with self._changed:
+                self._wait(self._loading)
+                self._loading[mine] = threading.current_thread()
+                self._wait(self._constructing, PATIENCE)
             yield
         finally:
-            with self._changed:
-                self._depth -= 1
-                if not self._depth:
-                    self._loader = None
-                self._changed.notify_all()
+            self._end(mine)
 
     @contextlib.contextmanager
     def constructing(self) -> Iterator[None]:
-        """Enclose the construction of any model: wait while another thread loads a bundle."""
-        me = threading.get_ident()
-        with self._changed:
-            self._changed.wait_for(lambda: self._loader in (None, me))
-            self._constructing[me] += 1
+        """Enclose the construction of any model: wait a while for another thread that loads a bundle."""
+        mine = object()
         try:
+            with self._changed:
+                self._wait(self._loading, PATIENCE)
+                self._constructing[mine] = threading.current_thread()
             yield
         finally:
-            with self._changed:
-                self._constructing[me] -= 1
-                if not self._constructing[me]:
-                    del self._constructing[me]
-                self._changed.notify_all()
+            self._end(mine)
+
+    def _wait(self, turn: Turn, seconds: float = math.inf) -> None:
+        """Wait until no other thread that lives has the turn."""
+        me = threading.current_thread()
+        until = time.monotonic() + seconds
+        while any(thread is not me and thread.is_alive() for thread in turn.values()) and time.monotonic() < until:
+            self._changed.wait(1.0)
+
+    def _end(self, mine: object) -> None:
+        with self._changed:
+            self._loading.pop(mine, None)
+            self._constructing.pop(mine, None)
+            self._changed.notify_all()
 
 
 load_turns = LoadTurns()

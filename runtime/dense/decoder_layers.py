@@ -329,26 +329,25 @@ class _Foreseen:
     made: _Made
     before: _Place  # of the layer whose result is this one's input
     x: Tensor
-    at: int  # the address of x
-    tensors: tuple[tuple[Tensor, int], ...]  # x and angles, and how often each was changed in place
+    tensors: tuple[tuple[Tensor, tuple[int, int]], ...]  # x and angles, and the mark of each
     given: dict[str, Any]
 
     def is_for(self, place: _Place, x: object, given: dict[str, Any], step: Step) -> bool:
         """Whether a layer is called with what was foreseen, and with no mask that hides anything."""
-        if x is not self.x or self.x.data_ptr() != self.at or given.keys() != self.given.keys():
+        if x is not self.x or given.keys() != self.given.keys():
             return False
         if any(value is not self.given[name] for name, value in given.items() if name != MASK):
             return False
         row = self.made.row
-        if row is None or not row.is_next() or any(_version(t) != version for t, version in self.tensors):
+        if row is None or not row.is_next() or any(_mark(t) != mark for t, mark in self.tensors):
             return False
         mask = given.get(MASK)
         return mask is None if place.linear else _sees_all(place, mask, len(self.x), row.keys.shape[2], step)
 
 
-def _version(x: Tensor) -> int:
-    """How often a tensor was changed in place; of those that inference mode made torch does not know it."""
-    return 0 if x.is_inference() else x._version
+def _mark(x: Tensor) -> tuple[int, int]:
+    """How often a tensor was changed in place (in inference mode torch does not count), and where its memory is."""
+    return 0 if x.is_inference() else x._version, x.data_ptr()
 
 
 class _Line:
@@ -420,8 +419,8 @@ class _Line:
             next_made = _whole(behind, before, handed, step, room[number], ahead=True)
             if next_made is None:
                 break
-            tensors = tuple((t, _version(t)) for t in (before, *angles))
-            foreseen[behind] = _Foreseen(next_made, place, before, before.data_ptr(), tensors, given)
+            tensors = tuple((t, _mark(t)) for t in (before, *angles))
+            foreseen[behind] = _Foreseen(next_made, place, before, tensors, given)
             before = next_made.ready.out
             known.add(behind)
             module, place = after
@@ -494,16 +493,21 @@ def _linear(
         return None
     first, windows, held = states[0]
     ready = place.whole.attends_linearly(x, first, windows, held, block, out)
-    if isinstance(cache, PackedCache):
-        return _Made(ready, position, _Row(windows[0], held[0], functools.partial(cache.ran, number, 0), lambda: True))
-    changes = _version(windows[0]), _version(held[0])
+    marks = _mark(windows[0]), _mark(held[0])
 
     def is_next() -> bool:
-        again = linear.states(cache, number, len(x), 1)
-        same = again is not None and again[0][1][0] is windows[0] and again[0][2][0] is held[0]
-        return same and (_version(windows[0]), _version(held[0])) == changes
+        if not packed:
+            again = linear.states(cache, number, len(x), 1)
+            if again is None or again[0][1][0] is not windows[0] or again[0][2][0] is not held[0]:
+                return False
+        return (_mark(windows[0]), _mark(held[0])) == marks
 
-    return _Made(ready, position, _Row(windows[0], held[0], lambda: None, is_next))
+    ran = functools.partial(cache.ran, number, 0) if isinstance(cache, PackedCache) else _nothing
+    return _Made(ready, position, _Row(windows[0], held[0], ran, is_next))
+
+
+def _nothing() -> None:
+    """Keep nothing: states are in the cache as they are."""
 
 
 def _fits(x: object) -> bool:
@@ -568,12 +572,12 @@ def _row(given: dict[str, Any], place: _Place, x: Tensor, step: Step, ahead: boo
     if not _sees_all(place, given.get(MASK), len(x), keys.shape[2] + 1, step):
         return None
     values = layer.values
-    changes = _version(keys), _version(values)
+    marks = _mark(keys), _mark(values)
     longer = with_room(layer)
 
     def is_next() -> bool:
         held = cache.layers[number] is layer and layer.keys is keys and layer.values is values
-        return held and (_version(keys), _version(values)) == changes
+        return held and (_mark(keys), _mark(values)) == marks
 
     return _Row(*longer, functools.partial(keep, layer, *longer), is_next)
 

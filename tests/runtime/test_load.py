@@ -20,6 +20,7 @@ from transformers.quantizers.base import HfQuantizer
 import moepack
 from moepack.pack.errors import BundleError, InputError, naming_flags
 from moepack.pack.reader import open_bundle
+from moepack.runtime.load_turns import LoadTurns
 from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.plugin import MoepackQuantizer
 from moepack.runtime.policies.maps import static_map
@@ -157,15 +158,47 @@ def test_loads_of_other_models_and_in_children_wait_for_none(bundle, tmp_path):
 
     assert type(Two.from_pretrained(checkpoint).draft) is Qwen3MoeForCausalLM
     forks = f"""
-import os, sys, threading, moepack
+import os, sys, threading, time, moepack
 from moepack.runtime.load_turns import load_turns
-threading.Thread(target=load_turns.loading().__enter__).start()
+held = threading.Event()
+def load():
+    with load_turns.loading():
+        held.set()
+        time.sleep(300)
+threading.Thread(target=load, daemon=True).start()
+held.wait()
 if not os.fork():
     moepack.load({str(bundle)!r}).moepack.close()
     os._exit(0)
 sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
 """
     assert python(forks).returncode == 0
+
+
+def test_an_interrupted_wait_for_a_turn_leaves_nothing(monkeypatch):
+    """The fault: Ctrl-C while a bundle waits for a model under construction, and every later load waits for ever."""
+    turns = LoadTurns()
+    begun, ends = threading.Event(), threading.Event()
+
+    def construct():
+        with turns.constructing():
+            begun.set()
+            ends.wait(PATIENCE)
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    thread = threading.Thread(target=construct)
+    thread.start()
+    assert begun.wait(PATIENCE)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(turns._changed, "wait", interrupted)
+        with turns.loading():
+            pass
+    assert not turns._loading and len(turns._constructing) == 1
+    ends.set()
+    thread.join()
+    assert not turns._constructing
 
 
 def test_without_moepack_nothing_is_served(bundle):

@@ -269,11 +269,16 @@ def test_what_stands_between_layers_counts(mode, bundle, monkeypatch, lines):
         assert min(lines[-2:]) < layers or between == "nothing", "what was in vain is not done again soon"
 
 
+def other_state(state):
+    state.data = state * 2
+
+
 STATES = {
     "nothing": lambda x, cache: x,
     "a change in place": lambda x, cache: x.mul_(2),
     "another tensor": lambda x, cache: x * 2,
     "a state changed in place": lambda x, cache: (cache.layers[2].recurrent_states[0].mul_(2), x)[1],
+    "other memory of a state": lambda x, cache: (other_state(cache.layers[2].recurrent_states[0]), x)[1],
     "another window": lambda x, cache: (cache.layers[1].conv_states.update({0: cache.layers[1].conv_states[0] * 2}), x)[
         1
     ],

@@ -184,16 +184,20 @@ INLINE float NAME(soften)(float *scores, float *most, float *sum) {
     memcpy(parts, scores, sizeof parts);
     for (int j = 16; j < STRIP; j += 16)
         for (int i = 0; i < 16; i++) parts[i] = scores[j + i] > parts[i] ? scores[j + i] : parts[i];
-    for (int i = 0; i < 16; i++) top = parts[i] > top ? parts[i] : top;
+#pragma GCC unroll 4
+    for (int half = 8; half; half /= 2)
+        for (int i = 0; i < half; i++) parts[i] = parts[i + half] > parts[i] ? parts[i + half] : parts[i];
+    top = parts[0] > top ? parts[0] : top;
     const float from = top == -INFINITY ? 0.0f : top; /* no key is seen: all become zeros */
     const float before = exponential(*most - from);
     memset(parts, 0, sizeof parts);
     for (int j = 0; j < STRIP; j++) scores[j] = exponential(scores[j] - from);
     for (int j = 0; j < STRIP; j += 16)
         for (int i = 0; i < 16; i++) parts[i] += scores[j + i];
-    float added = 0;
-    for (int i = 0; i < 16; i++) added += parts[i];
-    *sum = *sum * before + added;
+#pragma GCC unroll 4
+    for (int half = 8; half; half /= 2) /* additions to one number would each wait for the one before */
+        for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+    *sum = *sum * before + parts[0];
     *most = top;
     return before;
 }

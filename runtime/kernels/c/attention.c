@@ -197,9 +197,10 @@ BF16_INLINE void dots_bf16(const Attend *m, const uint16_t *q, int64_t wide, int
 }
 
 /* acc += p v over n keys, for R rows from `row` on. A vector of two keys' numbers side by side has 16 of 32 columns: those
- * of the first half of every 8, or of the second. */
+ * of the first half of every 8, or of the second. Rows of the strip `next` are fetched meanwhile: of a long cache the
+ * processor fetches too few ahead by itself, and attention takes 1.25 times as long. 0: none are. */
 BF16_INLINE void sums_bf16(const int R, const uint16_t *p, const uint16_t *v, int64_t v_row, int64_t n, int64_t cols,
-                           float *acc) {
+                           float *acc, const Strip *next) {
     for (int64_t c = 0; c < cols; c += 32) {
         __m512 s[2 * 8];
 #pragma GCC unroll 8
@@ -208,6 +209,10 @@ BF16_INLINE void sums_bf16(const int R, const uint16_t *p, const uint16_t *v, in
             s[2 * i + 1] = _mm512_loadu_ps(acc + i * cols + c + 16);
         }
         for (int64_t j = 0; j < n; j += 2) {
+            if (next) {
+                __builtin_prefetch(next->at + j * next->row + c, 0, 2);
+                __builtin_prefetch(next->at + (j + 1) * next->row + c, 0, 2);
+            }
             const __m512i one = _mm512_loadu_si512(v + j * v_row + c);
             const __m512i two = _mm512_loadu_si512(v + (j + 1 < n ? j + 1 : j) * v_row + c);
             const __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two), high = (__m512bh)_mm512_unpackhi_epi16(one, two);
@@ -267,14 +272,20 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
         for (int64_t r = 0; r < rows; r++) {
             hide(m, u, r, at, n, scores + r * STRIP);
             const float before = soften_avx512(scores + r * STRIP, most + r, sum + r);
+            for (int64_t j = 0; j < STRIP; j += 16)
+                _mm256_storeu_si256((__m256i *)(p + r * STRIP + j),
+                                    (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + r * STRIP + j)));
             if (before != 1.0f)
                 for (int64_t c = 0; c < cols; c++) acc[r * cols + c] *= before;
         }
-        for (int64_t r = 0; r < whole; r++)
-            for (int64_t j = 0; j < STRIP; j++) p[r * STRIP + j] = r < rows ? narrow(scores[r * STRIP + j]) : 0;
+        memset(p + rows * STRIP, 0, (size_t)((whole - rows) * STRIP) * sizeof(uint16_t));
         int64_t r = 0;
-        for (; r + 8 <= whole; r += 8) sums_bf16(8, p + r * STRIP, values.at, values.row, n, cols, acc + r * cols);
-        for (; r < whole; r += 4) sums_bf16(4, p + r * STRIP, values.at, values.row, n, cols, acc + r * cols);
+        const Strip behind_keys = {keys.at + STRIP * keys.row, keys.row};
+        const Strip *next = m->k.bits == 16 ? &behind_keys : 0;
+        for (; r + 8 <= whole; r += 8, next = 0)
+            sums_bf16(8, p + r * STRIP, values.at, values.row, n, cols, acc + r * cols, next);
+        for (; r < whole; r += 4, next = 0)
+            sums_bf16(4, p + r * STRIP, values.at, values.row, n, cols, acc + r * cols, next);
     }
     for (int64_t i = 0; i < rows * cols; i += 32) {
         float apart[32];

@@ -305,8 +305,7 @@ void moepack_attend_level(int level) {
 typedef struct {
     const Attend *m;
     int64_t blocks, spans, span, each, room; /* room: floats of a thread; each: floats of a unit's results */
-    float *rooms, *results;                  /* results: of all units, if there are several spans */
-    atomic_llong next, seats;
+    float *results; /* of all units, if there are several spans */
 } AttendRun;
 
 static Unit unit_of(const AttendRun *run, int64_t number) {
@@ -346,28 +345,19 @@ static void finish(const AttendRun *run, const Unit *u, float *parts) {
     }
 }
 
-static void attend_some(void *argument) {
-    AttendRun *run = argument;
-    const Attend *m = run->m;
-    const int64_t units = m->batch * m->groups * run->blocks * run->spans;
-    float *room = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < units) {
-        const Unit u = unit_of(run, i);
-        float *result = run->spans > 1 ? run->results + i * run->each : room;
-        attend_rows(m, &u, room + run->each, result, result + ROWS, result + 2 * ROWS);
-        if (run->spans == 1) finish(run, &u, result);
-    }
+static void attend_unit(const void *of, int64_t number, void *room) {
+    const AttendRun *run = of;
+    const Unit u = unit_of(run, number);
+    float *result = run->spans > 1 ? run->results + number * run->each : room;
+    attend_rows(run->m, &u, (float *)room + run->each, result, result + ROWS, result + 2 * ROWS);
+    if (run->spans == 1) finish(run, &u, result);
 }
 
-static void finish_some(void *argument) {
-    AttendRun *run = argument;
-    const int64_t units = run->m->batch * run->m->groups * run->blocks;
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < units) {
-        const Unit u = unit_of(run, i * run->spans);
-        finish(run, &u, run->results + i * run->spans * run->each);
-    }
+static void finish_unit(const void *of, int64_t number, void *room) {
+    const AttendRun *run = of;
+    const Unit u = unit_of(run, number * run->spans);
+    (void)room;
+    finish(run, &u, run->results + number * run->spans * run->each);
 }
 
 /* Returns 0, or 1 when memory is short. */
@@ -385,95 +375,69 @@ int moepack_affine_attend(const Attend *m, int64_t threads) {
     const int64_t results = run.spans > 1 ? units * run.each : 0;
     float *memory = malloc(sizeof(float) * (size_t)(run.room * threads + results));
     if (!memory) return 1;
-    run.rooms = memory, run.results = memory + run.room * threads;
-    atomic_init(&run.next, 0);
-    atomic_init(&run.seats, 0);
-    moepack_parallel(attend_some, &run, (int)threads);
-    if (run.spans > 1) {
-        atomic_init(&run.next, 0);
-        moepack_parallel(finish_some, &run, (int)threads);
-    }
+    run.results = memory + run.room * threads;
+    moepack_pieces(attend_unit, &run, units, threads, memory, sizeof(float) * (size_t)run.room);
+    if (run.spans > 1) moepack_pieces(finish_unit, &run, units / run.spans, threads, 0, 0);
     free(memory);
     return 0;
 }
 
-typedef struct {
-    const Index *m;
-    int64_t room; /* floats of a thread */
-    float *rooms;
-    atomic_llong next, seats;
-} IndexRun;
-
-static void index_some(void *argument) {
-    IndexRun *run = argument;
-    const Index *m = run->m;
-    float *room = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
-    int64_t at;
-    while ((at = STRIP * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->length)
-        index_keys(m, at, least(STRIP, m->length - at), room);
+static void index_strip(const void *of, int64_t number, void *room) {
+    const Index *m = of;
+    index_keys(m, STRIP * number, least(STRIP, m->length - STRIP * number), room);
 }
 
 /* Returns 0, or 1 when memory is short. */
 int moepack_affine_index(const Index *m, int64_t threads) {
     const int64_t rows = (m->heads + 3) & -4, wide = wide_of(m->cols);
-    IndexRun run = {.m = m, .room = rows * (wide + STRIP) + KEYS * wide};
-    threads = least(threads, ceil_div(m->length, STRIP));
-    if (m->length * m->cols * m->tokens < 65536) threads = 1;
-    run.rooms = calloc((size_t)(run.room * threads), sizeof(float));
-    if (!run.rooms) return 1;
-    atomic_init(&run.next, 0);
-    atomic_init(&run.seats, 0);
-    moepack_parallel(index_some, &run, (int)threads);
-    free(run.rooms);
+    const int64_t strips = ceil_div(m->length, STRIP);
+    const size_t room = sizeof(float) * (size_t)(rows * (wide + STRIP) + KEYS * wide);
+    threads = m->length * m->cols * m->tokens < 65536 ? 1 : least(threads, strips);
+    void *memory = calloc((size_t)threads, room);
+    if (!memory) return 1;
+    moepack_pieces(index_strip, m, strips, threads, memory, room);
+    free(memory);
     return 0;
 }
 
 typedef struct {
     const Heads *m;
-    int64_t room, tile, ld; /* floats of a thread; of an unpacked matrix, and of one of its rows */
-    float *rooms;
-    atomic_llong next, seats;
+    int64_t tile, ld; /* floats of an unpacked matrix, and of one of its rows */
 } HeadsRun;
 
-static void heads_some(void *argument) {
-    HeadsRun *run = argument;
+/* A thread's room begins with the tile, because vectors are stored at multiples of their size. */
+static void one_head(const void *of, int64_t h, void *room) {
+    const HeadsRun *run = of;
     const Heads *m = run->m;
-    /* The tile is first, because vectors are stored at multiples of their size */
-    float *tile = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
-    float *room = tile + run->tile;
-    const int64_t rows = m->sums ? m->out_cols : m->in, cols = m->sums ? m->in : m->out_cols, ld = run->ld;
-    for (int64_t c = 0; c < run->tile / (ld ? ld : 1); c++) /* what no block of rows fills */
-        if (c >= cols) memset(tile + c * ld, 0, sizeof(float) * (size_t)ld);
-        else memset(tile + c * ld + rows, 0, sizeof(float) * (size_t)(ld - rows));
-    int64_t h;
-    while ((h = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->heads) {
-        if (!m->base) {
-            head_rows(m, h, m->matrix + h * m->matrix_at[0], 0, m->matrix_at[1], room);
-            continue;
-        }
-        const int64_t from = m->first + h * m->matrix_at[0];
-        const Unpack unpack = {cols, from, from + rows, ld, 0, 1, m->base, m->form, tile};
-        for (int64_t r = 0; r < rows; r += UNIT)
-            moepack_unpacking(&unpack, from + r, least(UNIT, rows - r), (uint8_t *)(tile + r));
-        head_rows(m, h, 0, tile, ld, room);
+    float *tile = room, *rest = tile + run->tile;
+    if (!m->base) {
+        head_rows(m, h, m->matrix + h * m->matrix_at[0], 0, m->matrix_at[1], rest);
+        return;
     }
+    const int64_t rows = m->sums ? m->out_cols : m->in, cols = m->sums ? m->in : m->out_cols;
+    const int64_t from = m->first + h * m->matrix_at[0];
+    const Unpack unpack = {cols, from, from + rows, run->ld, 0, 1, m->base, m->form, tile};
+    for (int64_t r = 0; r < rows; r += UNIT)
+        moepack_unpacking(&unpack, from + r, least(UNIT, rows - r), (uint8_t *)(tile + r));
+    head_rows(m, h, 0, tile, run->ld, rest);
 }
 
 int moepack_affine_heads(const Heads *m, int64_t threads) {
     if (m->base && (!known(m->form) || m->form->bits == 16)) return 2;
     const int64_t n = m->sums ? m->in : m->out_cols, cols = m->sums ? m->out_cols : m->in;
     const int64_t ld = ceil_div(n, KEYS) * KEYS, wide = m->base ? ceil_div(cols, UNIT) * UNIT : wide_of(cols);
-    HeadsRun run = {.m = m, .room = ROWS * (wide + ld) + KEYS * wide};
+    HeadsRun run = {.m = m};
     if (m->base) run.ld = wide, run.tile = ld * wide;
-    run.room = (run.room + run.tile + 15) & -16;
-    threads = least(threads, m->heads);
-    if (m->heads * m->in * m->out_cols < 65536) threads = 1;
-    void *memory;
-    if (posix_memalign(&memory, 64, sizeof(float) * (size_t)(run.room * threads))) return 1;
-    run.rooms = memory;
-    atomic_init(&run.next, 0);
-    atomic_init(&run.seats, 0);
-    moepack_parallel(heads_some, &run, (int)threads);
+    const int64_t room = (ROWS * (wide + ld) + KEYS * wide + run.tile + 15) & -16;
+    threads = m->heads * m->in * m->out_cols < 65536 ? 1 : least(threads, m->heads);
+    float *memory;
+    if (posix_memalign((void **)&memory, 64, sizeof(float) * (size_t)(room * threads))) return 1;
+    for (int64_t i = 0; i < threads && m->base; i++) /* what no block of rows fills in a tile */
+        for (int64_t c = 0; c < ld; c++) {
+            const int64_t made = c < n ? cols : 0;
+            memset(memory + i * room + c * wide + made, 0, sizeof(float) * (size_t)(wide - made));
+        }
+    moepack_pieces(one_head, &run, m->heads, threads, memory, sizeof(float) * (size_t)room);
     free(memory);
     return 0;
 }

@@ -305,6 +305,10 @@ int moepack_affine_heads(const Heads *m, int64_t threads);
 /* Call `work` on `threads` threads at once. A call may begin when others have done all the work. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
+/* Call `piece` with every number below n, on up to `threads` threads, each of which has `each` bytes from `rooms` on. */
+typedef void Piece(const void *of, int64_t number, void *room);
+void moepack_pieces(Piece *piece, const void *of, int64_t n, int64_t threads, void *rooms, size_t each);
+
 /* The loops in use (product.c). */
 extern const Loops *moepack_floats, *moepack_fixed, *moepack_fp8[2]; /* fp8: for float32 and BF16 activations */
 extern Unpacking *moepack_unpacking;

@@ -50,7 +50,6 @@ typedef struct {
     float *rows; /* [TOKENS][channels], of the tokens from `from` to `to` */
     int64_t from, to, tasks;
     int stage;
-    atomic_llong next;
 } Run;
 
 static int64_t channels_of(const Mamba *m) { return m->heads * m->dim + 2 * m->groups * m->size; }
@@ -211,10 +210,9 @@ void moepack_mamba_level(int level) {
 #endif
 }
 
-static void some(void *argument) {
-    Run *run = argument;
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->tasks) chosen(run, i);
+static void one_task(const void *of, int64_t number, void *room) {
+    (void)room;
+    chosen(of, number);
 }
 
 /* `width` is at most WIDEST. Returns 0; or 1 when memory is short, having done nothing. */
@@ -229,8 +227,7 @@ int moepack_mamba(const Mamba *m, int64_t threads) {
                                  (run.to - run.from) * m->parts};
         for (run.stage = 0; run.stage < 3; run.stage++) {
             run.tasks = tasks[run.stage];
-            atomic_init(&run.next, 0);
-            moepack_parallel(some, &run, (int)least(threads, run.tasks));
+            moepack_pieces(one_task, &run, run.tasks, threads, 0, 0);
         }
     }
     free(run.rows);
@@ -238,8 +235,7 @@ int moepack_mamba(const Mamba *m, int64_t threads) {
 }
 
 void moepack_scan(const Scan *scan, int64_t threads) {
-    Run run = {.scan = scan, .tasks = scan->sequences * ((scan->channels + CHANNELS - 1) / CHANNELS)};
+    const Run run = {.scan = scan, .tasks = scan->sequences * ((scan->channels + CHANNELS - 1) / CHANNELS)};
     if (scan->sequences * scan->tokens * scan->channels * scan->size < 65536) threads = 1;
-    atomic_init(&run.next, 0);
-    moepack_parallel(some, &run, (int)least(threads, run.tasks));
+    moepack_pieces(one_task, &run, run.tasks, threads, 0, 0);
 }

@@ -195,22 +195,18 @@ typedef struct {
     const float *weight, *x;
     float *out;
     int64_t tokens, rows, cols;
-    atomic_llong next;
-} RowsRun;
+} Product;
 
-static void rows_some(void *argument) {
-    RowsRun *run = argument;
-    const int64_t rows = run->rows, cols = run->cols;
-    int64_t first;
-    while ((first = PART * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < rows)
-        for (int64_t t = 0; t < run->tokens; t++)
-            small->rows_by(run->weight + first * cols, run->x + t * cols, run->out + t * rows + first,
-                           least(PART, rows - first), cols);
+static void some_rows(const void *of, int64_t number, void *room) {
+    const Product *m = of;
+    const int64_t first = PART * number, rows = m->rows, cols = m->cols;
+    (void)room;
+    for (int64_t t = 0; t < m->tokens; t++)
+        small->rows_by(m->weight + first * cols, m->x + t * cols, m->out + t * rows + first, least(PART, rows - first), cols);
 }
 
 /* out [tokens][rows] = x [tokens][cols] times weight [rows][cols], in float32. */
 void moepack_rows(const float *weight, const float *x, float *out, int64_t tokens, int64_t rows, int64_t cols, int64_t threads) {
-    RowsRun run = {.weight = weight, .x = x, .out = out, .tokens = tokens, .rows = rows, .cols = cols};
-    atomic_init(&run.next, 0);
-    moepack_parallel(rows_some, &run, (int)least(threads, ceil_div(rows, PART)));
+    const Product m = {weight, x, out, tokens, rows, cols};
+    moepack_pieces(some_rows, &m, ceil_div(rows, PART), threads, 0, 0);
 }

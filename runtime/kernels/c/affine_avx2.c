@@ -8,9 +8,9 @@ typedef struct {
     __m256 low, high;
 } Table8;
 #define NAME(x) x##_avx2
-#define INLINE __attribute__((target("avx2,fma"))) static inline __attribute__((always_inline))
-#define CALLED __attribute__((target("avx2,fma"))) static
-#define WHOLE __attribute__((target("avx2,fma")))
+#define INLINE AVX2 static inline __attribute__((always_inline))
+#define CALLED AVX2 static
+#define WHOLE AVX2
 #define L 8
 #define RB 4
 #define TB 2

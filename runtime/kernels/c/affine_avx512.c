@@ -5,9 +5,9 @@
 #include <immintrin.h>
 
 #define NAME(x) x##_avx512
-#define INLINE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static inline __attribute__((always_inline))
-#define CALLED __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static
-#define WHOLE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define INLINE AVX512 static inline __attribute__((always_inline))
+#define CALLED AVX512 static
+#define WHOLE AVX512
 #define L 16
 #define RB 4
 #define TB 4

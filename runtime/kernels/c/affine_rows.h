@@ -212,19 +212,15 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     }
 }
 
-#define PACKED(bits, R, T) NAME(packed)(bits, R, T, m, job->form, job->base, at, x, part)
+#define PACKED(bits, R, T) \
+    case bits: NAME(packed)(bits, R, T, m, job->form, job->base, at, x, part); break;
 #define BY_BITS(R, T) \
     switch (codes_of(job->form)) { \
-    case 1: PACKED(1, R, T); break; \
-    case 2: PACKED(2, R, T); break; \
-    case 3: PACKED(3, R, T); break; \
-    case 5: PACKED(5, R, T); break; \
-    case 4: PACKED(4, R, T); break; \
-    case 8: PACKED(8, R, T); break; \
-    case MXFP4: PACKED(MXFP4, R, T); break; \
-    case NVFP4: PACKED(NVFP4, R, T); break; \
-    case TRELLIS2: PACKED(TRELLIS2, R, T); break; \
-    case TRELLIS3: PACKED(TRELLIS3, R, T); break; \
+        INTEGER_CODES(PACKED, R, T) \
+        PACKED(MXFP4, R, T) \
+        PACKED(NVFP4, R, T) \
+        PACKED(TRELLIS2, R, T) \
+        PACKED(TRELLIS3, R, T) \
     }
 
 /* Products of rows [row, end), at most UNIT and from a block's first, and T activations; results go to `slot`. */
@@ -396,12 +392,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
     case bits: NAME(unpack)(bits, R, m, row + r, at); break;
 #define UNPACK(R) \
     switch (codes_of(m->form)) { \
-        UNPACK_CASE(1, R) \
-        UNPACK_CASE(2, R) \
-        UNPACK_CASE(3, R) \
-        UNPACK_CASE(5, R) \
-        UNPACK_CASE(4, R) \
-        UNPACK_CASE(8, R) \
+        INTEGER_CODES(UNPACK_CASE, R) \
         UNPACK_CASE(MXFP4, R) \
         UNPACK_CASE(NVFP4, R) \
         UNPACK_CASE(MXFP8, R) \

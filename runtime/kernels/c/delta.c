@@ -175,24 +175,11 @@ SMALL void delta(const Delta *m, int64_t sequence, int64_t g, const Room *room) 
 
 static void delta_plain(const Delta *m, int64_t sequence, int64_t g, const Room *room) { delta(m, sequence, g, room); }
 #ifdef HAVE_X86
-__attribute__((target("avx2,fma"))) static void delta_avx2(const Delta *m, int64_t sequence, int64_t g, const Room *room) {
-    delta(m, sequence, g, room);
-}
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))) static void delta_avx512(
-    const Delta *m, int64_t sequence, int64_t g, const Room *room) {
-    delta(m, sequence, g, room);
-}
+AVX2 static void delta_avx2(const Delta *m, int64_t sequence, int64_t g, const Room *room) { delta(m, sequence, g, room); }
+WHOLE512 static void delta_avx512(const Delta *m, int64_t sequence, int64_t g, const Room *room) { delta(m, sequence, g, room); }
 #endif
 
-static void (*chosen)(const Delta *, int64_t, int64_t, const Room *) = delta_plain;
-
-void moepack_delta_level(int level) {
-    chosen = delta_plain;
-#ifdef HAVE_X86
-    if (level > 0) chosen = delta_avx2;
-    if (level > 1) chosen = delta_avx512;
-#endif
-}
+static void (*const deltas[])(const Delta *, int64_t, int64_t, const Room *) = LEVELS_OF(delta);
 
 typedef struct {
     const Delta *m;
@@ -203,7 +190,7 @@ static void head_of_keys(const void *of, int64_t number, void *memory) {
     const Run *run = of;
     Room room;
     lay_out(run->m, run->tokens, memory, &room);
-    chosen(run->m, number / run->m->keys, number % run->m->keys, &room);
+    deltas[moepack_vectors](run->m, number / run->m->keys, number % run->m->keys, &room);
 }
 
 int moepack_delta(const Delta *m, int64_t threads) {

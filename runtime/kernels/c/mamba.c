@@ -193,26 +193,15 @@ SMALL void task(const Run *run, int64_t i, Step *step) {
 
 static void task_plain(const Run *run, int64_t i) { task(run, i, step4); }
 #ifdef HAVE_X86
-__attribute__((target("avx2,fma"))) static void task_avx2(const Run *run, int64_t i) { task(run, i, step8); }
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))) static void task_avx512(
-    const Run *run, int64_t i) {
-    task(run, i, step16);
-}
+AVX2 static void task_avx2(const Run *run, int64_t i) { task(run, i, step8); }
+WHOLE512 static void task_avx512(const Run *run, int64_t i) { task(run, i, step16); }
 #endif
 
-static void (*chosen)(const Run *, int64_t) = task_plain;
-
-void moepack_mamba_level(int level) {
-    chosen = task_plain;
-#ifdef HAVE_X86
-    if (level > 0) chosen = task_avx2;
-    if (level > 1) chosen = task_avx512;
-#endif
-}
+static void (*const tasks_of[])(const Run *, int64_t) = LEVELS_OF(task);
 
 static void one_task(const void *of, int64_t number, void *room) {
     (void)room;
-    chosen(of, number);
+    tasks_of[moepack_vectors](of, number);
 }
 
 /* `width` is at most WIDEST. Returns 0; or 1 when memory is short, having done nothing. */

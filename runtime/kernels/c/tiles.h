@@ -208,28 +208,24 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
 }
 
 /* Unpack up to 32 rows from `row` on into tiles B; the tiles of the two blocks of rows alternate. */
+#define PANEL_CASE(bits, name) \
+    case bits: name(bits, m, f, base, row, from, n, out); break;
 #define PANEL(name, more) \
     WIDE static void name##_panel(const Gemm *m, const Form *f, const uint8_t *base, int64_t rows, int64_t row, int64_t from, \
                                   int64_t n, uint8_t *out) { \
         for (int k = 0; k < 2 && row < rows; k++, row += BLOCK, out += TILE) switch (codes_of(f)) { \
-            case 1: name(1, m, f, base, row, from, n, out); break; \
-            case 2: name(2, m, f, base, row, from, n, out); break; \
-            case 3: name(3, m, f, base, row, from, n, out); break; \
-            case 5: name(5, m, f, base, row, from, n, out); break; \
-            case 4: name(4, m, f, base, row, from, n, out); break; \
-            case 8: name(8, m, f, base, row, from, n, out); break; \
+            INTEGER_CODES(PANEL_CASE, name) \
             case FP8: \
             case FP8_ROW: \
-            case MXFP8: name(MXFP8, m, f, base, row, from, n, out); break; \
-            case MXFP4: name(MXFP4, m, f, base, row, from, n, out); break; \
-            case NVFP4: name(NVFP4, m, f, base, row, from, n, out); break; \
+            PANEL_CASE(MXFP8, name) \
+            PANEL_CASE(MXFP4, name) \
+            PANEL_CASE(NVFP4, name) \
             more \
             } \
     }
 
 PANEL(codes, )
-PANEL(weights, case TRELLIS2: weights(TRELLIS2, m, f, base, row, from, n, out); break;
-               case TRELLIS3: weights(TRELLIS3, m, f, base, row, from, n, out); break;)
+PANEL(weights, PANEL_CASE(TRELLIS2, weights) PANEL_CASE(TRELLIS3, weights))
 
 /* Copy 32 rows of a BF16 matrix into tiles A; tiles of the two blocks alternate. Missing rows and columns become 0. */
 WIDE static void copy_panel(const Gemm *m, const uint16_t *weight, int64_t rows, int64_t row, int64_t from, int64_t n,

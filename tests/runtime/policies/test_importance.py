@@ -16,10 +16,8 @@ from moepack.runtime.policies.importance import Importance, ImportanceOptions, c
 from moepack.runtime.policies.mixed_cache import MixedCache
 from moepack.runtime.policies.placements import ABSENT, Placement
 from moepack.runtime.policies.reducers import GATES, HEAVY, ranked
-from moepack.runtime.policies.registry import parse_policy
 
-VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2"))
-BF16, W4, W3, W2 = (Placement(v) for v in VERSIONS)
+W4, W2 = (Placement(Version.of(name, 64)) for name in ("w4", "w2"))
 
 
 def setting(experts, sizes=(4, 2, 0)):
@@ -139,24 +137,6 @@ def test_before_any_token_it_holds_what_was_busy_in_calibration():
     first = policy.decide(Interval(0.0, [9, 9], [np.zeros(4, np.int64)] * 2))
     assert first == {(0, 1): 0, (1, 0): 0, (1, 2): 0, (1, 3): 1, (0, 3): 0}
     assert policy.worth((0, 1)) > policy.worth((1, 0)) > policy.worth((0, 3)) > policy.worth((1, 1)) == 0
-
-
-def test_ladders_and_options():
-    def ladder(text, versions=VERSIONS):
-        (got,) = parse_policy(text).options.ladders(versions)
-        return tuple(map(str, got))
-
-    assert ladder("importance") == ("w4", "w2", "absent") and ladder("importance:lo=absent") == ("w4", "absent")
-    assert ladder("importance:hi=bf16,lo=w3") == ("bf16", "w3", "absent") and ladder("importance:hi=w3")[1] == "w2"
-    assert ladder("importance", VERSIONS[:1]) == ("bf16", "absent") and ladder("importance:hi=w2") == ("w2", "absent")
-    assert ladder("importance", (*VERSIONS[:1], VERSIONS[2])) == ("w3", "absent")
-    mixed = (VERSIONS[0], *(Version.of(name) for name in ("w4d5", "w3d4", "w2d3")))
-    assert ladder("importance", mixed) == ("w4d5", "w2d3", "absent")
-    assert ladder("lru:lo=absent") == ("bf16", "absent") and ladder("lru:hi=w4,lo=absent") == ("w4", "absent")
-    options = parse_policy("importance:rate=16000").options
-    assert options.bytes_per_second == 16e9 and options.on_demand and options.keeps_low
-    assert parse_policy("importance:by=counts").options.workspace == (0, 0) and options.workspace[0] > 0
-    assert parse_policy("lru:lo=absent").options.on_demand and not parse_policy("lru").options.on_demand
 
 
 # --- the cache

@@ -2,38 +2,24 @@
 #include "gemm.h"
 
 #ifdef HAVE_X86
-#include <immintrin.h>
-
 #define NAME(x) x##_avx512
 #define INLINE AVX512 static inline __attribute__((always_inline))
 #define CALLED AVX512 static
 #define WHOLE AVX512
-#define MM(x) _mm512_##x
-#define SI(x) _mm512_##x##_si512
-#define L 16
+#include "avx512.h"
 #define RB 4
 #define TB 4
 #define R2 4
 #define R4 4
-#define F __m512
-#define I __m512i
 #define T16 __m512
-#include "vectors.h"
-#define LOADI(p) _mm512_loadu_si512(p)
 #define LOADT(p) _mm512_loadu_ps(p)
 #define SUM(a) _mm512_reduce_add_ps(a)
 #define LOOKUP(t, w) _mm512_permutexvar_ps(w, t)
 #define CODE4(w) \
     _mm512_permutexvar_ps(w, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, \
                                             4.5f, 5.5f, 6.5f, 7.5f))
-#define BF16(p) \
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define STOREB2(p, v, w) store_bf16_avx512(p, v, w)
 #define STOREB(p, v) _mm256_storeu_si256((__m256i *)(p), narrow_avx512(v))
-#define LOADB(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
-#define LOADSB(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
-#define LOADSH(p) _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
-#define AS_FLOATS(a) _mm512_castsi512_ps(a)
 
 /* Rounds as narrow() does, but not NaN, into the high halves. The processor's own conversion drops denormals. */
 INLINE __m512i rounded_avx512(__m512 v) {

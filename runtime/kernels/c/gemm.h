@@ -10,6 +10,7 @@
 #define HAVE_X86 1
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,fma")))
 #define LEVELS_OF(of) {of##_plain, of##_avx2, of##_avx512}
 #else
 #define LEVELS_OF(of) {of##_plain}

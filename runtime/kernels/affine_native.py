@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,20 +36,25 @@ DTYPES = (torch.float32, torch.bfloat16)
 level = 0  # set by `use_level`
 
 
+def fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Fields of a C structure that are of one type, by their names in a row."""
+    return [(name, kind) for name in names.split()]
+
+
 class Gemm(ctypes.Structure):
     """A product of all experts, as c/gemm.h describes it."""
 
     _fields_ = [
-        *((name, WORD) for name in ("rows", "cols", "experts", "versions", "slots", "share")),
-        *((name, WORD) for name in ("x_bf16", "out_bf16", "tiles", "threads")),
-        *((name, POINTER) for name in ("x", "index", "out", "handles", "forms", "limits")),
+        *fields(WORD, "rows cols experts versions slots share"),
+        *fields(WORD, "x_bf16 out_bf16 tiles threads"),
+        *fields(POINTER, "x index out handles forms limits"),
     ]
 
 
 class _Unpack(ctypes.Structure):
     _fields_ = [
-        *((name, WORD) for name in ("cols", "first", "last", "ld", "out_bf16", "threads")),
-        *((name, POINTER) for name in ("base", "form", "out")),
+        *fields(WORD, "cols first last ld out_bf16 threads"),
+        *fields(POINTER, "base form out"),
     ]
 
 
@@ -56,8 +62,8 @@ class Combine(ctypes.Structure):
     """The weighted sum of each token's experts, as c/gemm.h describes it."""
 
     _fields_ = [
-        *((name, WORD) for name in ("tokens", "top_k", "cols", "experts", "from_bf16", "out_bf16", "round", "threads")),
-        *((name, POINTER) for name in ("source", "index", "gates", "out")),
+        *fields(WORD, "tokens top_k cols experts from_bf16 out_bf16 round threads"),
+        *fields(POINTER, "source index gates out"),
     ]
 
 

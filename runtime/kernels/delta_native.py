@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .affine_native import POINTER, WORD, library
+from .affine_native import POINTER, WORD, fields, library
 
 ROLES = ("query", "key", "value", "gate", "rate", "decay")
 
@@ -22,9 +22,9 @@ class _Part(ctypes.Structure):
 class _Delta(ctypes.Structure):
     _fields_ = [
         ("parts", _Part * len(ROLES)),
-        *((name, POINTER) for name in ("logs", "scale", "bias", "filter", "weight", "out")),
-        *((name, WORD) for name in ("sequences", "keys", "shared", "k_dim", "v_dim", "width", "sigmoid")),
-        *((name, POINTER) for name in ("first", "windows", "states")),
+        *fields(POINTER, "logs scale bias filter weight out"),
+        *fields(WORD, "sequences keys shared k_dim v_dim width sigmoid"),
+        *fields(POINTER, "first windows states"),
         ("epsilon", ctypes.c_float),
     ]
 

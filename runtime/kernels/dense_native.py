@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moepack.pack.spec import LOSSLESS, Version
 
-from .affine_native import DTYPES, POINTER, WORD, has_tiles, library, unknown_form, unpack_at
+from .affine_native import DTYPES, POINTER, WORD, fields, has_tiles, library, unknown_form, unpack_at
 from .by_torch import multiply, of_matrix, of_packed
 from .forms import UNPACKED, Form, kernel_of, whole_blocks
 from .kv_rows import PLAIN, ROTATED, CodedRows, rotated
@@ -21,14 +21,14 @@ PLAIN_FORM = Form(LOSSLESS, Version.of(LOSSLESS).kernel, 0, 0, 0, 0, 0, 0, -1)  
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = [("at", POINTER), *((name, WORD) for name in ("cols", "bits", "batch", "head", "token"))]
+    _fields_ = [("at", POINTER), *fields(WORD, "cols bits batch head token")]
 
 
 class _Attend(ctypes.Structure):
     _fields_ = [
-        *((name, _Rows) for name in ("q", "q2", "k", "k2", "v")),
-        *((name, POINTER) for name in ("mask", "sinks", "out")),
-        *((name, WORD) for name in ("batch", "groups", "heads", "tokens", "length", "causal")),
+        *fields(_Rows, "q q2 k k2 v"),
+        *fields(POINTER, "mask sinks out"),
+        *fields(WORD, "batch groups heads tokens length causal"),
         ("mask_at", WORD * 2),
         ("scale", ctypes.c_float),
     ]
@@ -36,9 +36,9 @@ class _Attend(ctypes.Structure):
 
 class _Heads(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("x", "matrix", "out")),
-        *((name, WORD) for name in ("heads", "tokens", "in", "out_cols", "sums")),
-        *((name, WORD * 2) for name in ("x_at", "out_at", "matrix_at")),
+        *fields(POINTER, "x matrix out"),
+        *fields(WORD, "heads tokens in out_cols sums"),
+        *fields(WORD * 2, "x_at out_at matrix_at"),
         ("base", POINTER),
         ("form", POINTER),
         ("first", WORD),
@@ -47,15 +47,15 @@ class _Heads(ctypes.Structure):
 
 class _Index(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("q", "k", "weights", "out")),
-        *((name, WORD) for name in ("tokens", "heads", "cols", "length", "row")),
+        *fields(POINTER, "q k weights out"),
+        *fields(WORD, "tokens heads cols length row"),
     ]
 
 
 class _Dense(ctypes.Structure):
     _fields_ = [
         ("rows", WORD),
-        *((name, POINTER) for name in ("base", "form", "bias")),
+        *fields(POINTER, "base form bias"),
         ("most", WORD * 2),
     ]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .affine_native import POINTER, WORD, library
+from .affine_native import POINTER, WORD, fields, library
 from .delta_native import place_sequences
 
 WIDEST = 8  # a convolution's width
@@ -23,18 +23,18 @@ WIDEST = 8  # a convolution's width
 
 class _Mamba(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("projection", "live", "scale", "bias", "skip")),
-        *((name, POINTER) for name in ("filter", "filter_bias", "weight", "out")),
-        *((name, WORD) for name in ("sequences", "heads", "dim", "size", "groups", "width", "parts")),
-        *((name, POINTER) for name in ("first", "windows", "states")),
+        *fields(POINTER, "projection live scale bias skip"),
+        *fields(POINTER, "filter filter_bias weight out"),
+        *fields(WORD, "sequences heads dim size groups width parts"),
+        *fields(POINTER, "first windows states"),
         *((name, ctypes.c_float) for name in ("epsilon", "least", "most")),
     ]
 
 
 class _Scan(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("x", "steps", "rates", "b", "c", "states", "out")),
-        *((name, WORD) for name in ("sequences", "channels", "tokens", "size")),
+        *fields(POINTER, "x steps rates b c states out"),
+        *fields(WORD, "sequences channels tokens size"),
     ]
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .affine_native import POINTER, WORD, Combine, Gemm, LayerForms, has_tiles, library, unknown_form
+from .affine_native import POINTER, WORD, Combine, Gemm, LayerForms, fields, has_tiles, library, unknown_form
 from .delta_native import DeltaRule
 from .dense_native import NO_ROWS, NOWHERE, HeadMatrices, MatrixGroup, _Attend, _rows, dense
 from .forms import Norm, Routing
@@ -28,24 +28,30 @@ class _Normal(ctypes.Structure):
 
 class _Project(ctypes.Structure):
     _fields_ = [
-        ("of", POINTER), *((name, WORD) for name in ("cols", "tokens", "tiles", "threads")),
-        *((name, POINTER) for name in ("x", "out")), *((name, WORD) for name in ("head", "turned", "angles")),
-        *((name, POINTER) for name in ("cos", "sin")), ("norm", _Normal * 2), ("norm_cols", WORD * 2),
-    ]  # fmt: skip
+        ("of", POINTER),
+        *fields(WORD, "cols tokens tiles threads"),
+        *fields(POINTER, "x out"),
+        *fields(WORD, "head turned angles"),
+        *fields(POINTER, "cos sin"),
+        ("norm", _Normal * 2),
+        ("norm_cols", WORD * 2),
+    ]
 
 
 class _ProjectLatent(ctypes.Structure):
     _fields_ = [
-        *((name, POINTER) for name in ("of", "second")),
-        *((name, WORD) for name in ("cols", "tokens", "tiles", "threads")),
-        *((name, POINTER) for name in ("x", "query", "latent", "turned")),
-        *((name, WORD) for name in ("heads", "head", "rank", "rotated", "way")),
-        *((name, POINTER) for name in ("cos", "sin")), ("middle", _Normal), ("norm", _Normal),
-    ]  # fmt: skip
+        *fields(POINTER, "of second"),
+        *fields(WORD, "cols tokens tiles threads"),
+        *fields(POINTER, "x query latent turned"),
+        *fields(WORD, "heads head rank rotated way"),
+        *fields(POINTER, "cos sin"),
+        ("middle", _Normal),
+        ("norm", _Normal),
+    ]
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = [("of", POINTER), ("count", WORD), ("made", POINTER), ("rule", POINTER)]
+    _fields_ = [("of", POINTER), ("count", WORD), *fields(POINTER, "made rule")]
 
 
 class _Experts(ctypes.Structure):
@@ -57,10 +63,11 @@ class _Experts(ctypes.Structure):
 
 class _Route(ctypes.Structure):
     _fields_ = [
-        *((n, WORD) for n in ("tokens", "experts", "top_k", "scores", "normed", "sorted", "groups", "kept", "two")),
-        ("scale", ctypes.c_float), ("logits_bf16", WORD), ("gates_bf16", WORD),
-        *((name, POINTER) for name in ("logits", "bias", "index", "gates")),
-    ]  # fmt: skip
+        *fields(WORD, "tokens experts top_k scores normed sorted groups kept two"),
+        ("scale", ctypes.c_float),
+        *fields(WORD, "logits_bf16 gates_bf16"),
+        *fields(POINTER, "logits bias index gates"),
+    ]
 
 
 SCORES = ("softmax", "sigmoid", "top")  # of `Routing`, by number
@@ -74,13 +81,15 @@ library.moepack_silu_gate.restype = None
 
 class _Layer(ctypes.Structure):
     _fields_ = [
-        *((name, WORD) for name in ("tokens", "hidden", "tiles", "threads")), ("x", POINTER),
-        *((name, _Normal) for name in ("before", "after")),
-        *((name, POINTER) for name in ("project", "latent", "linear", "lift", "lower", "attend", "attended")),
-        ("attended_cols", WORD), *((name, POINTER) for name in ("last", "h", "normed")),
-        *((name, POINTER) for name in ("wide", "router", "route", "experts")),
-        *((name, POINTER) for name in ("shared", "shared_down", "shared_gate", "out")),
-    ]  # fmt: skip
+        *fields(WORD, "tokens hidden tiles threads"),
+        ("x", POINTER),
+        *fields(_Normal, "before after"),
+        *fields(POINTER, "project latent linear lift lower attend attended"),
+        ("attended_cols", WORD),
+        *fields(POINTER, "last h normed"),
+        *fields(POINTER, "wide router route experts"),
+        *fields(POINTER, "shared shared_down shared_gate out"),
+    ]
 
 
 library.moepack_affine_latent.argtypes = [POINTER]

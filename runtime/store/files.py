@@ -186,7 +186,9 @@ class BackingStore:
         for place in wanted:
             with contextlib.suppress(BundleError):  # raised again when the loader asks for it
                 sizes.append((place, self.stored(*place).size))
-        with contextlib.closing(ReadAhead(sizes, lambda place: self.stored(*place).load())) as self._ahead:
+        with contextlib.closing(
+            ReadAhead(sizes, lambda place: replace(self.stored(*place), ahead=None).load())
+        ) as self._ahead:
             try:
                 yield
             finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
@@ -19,21 +19,11 @@ RUN = 4 << 20  # bytes that a thread reads before handing them over: handing ove
 WAITING = 32 << 20  # the most bytes read and not taken yet: on a CPU they come on top of the budget for a while
 
 Place = tuple[str, int, int]  # version, layer position, expert
-
-
-@dataclass(slots=True)
-class _Run:
-    """A run: extents that one thread reads in order and hands over together, and their results."""
-
-    places: list[Place] = field(default_factory=list)
-    size: int = 0
-    begun: bool = False
-    over: threading.Event = field(default_factory=threading.Event)
-    read: dict[Place, Tensor | BaseException] = field(default_factory=dict)
+Read = dict[Place, Tensor | BaseException]  # what became of a run's extents
 
 
 class ReadAhead:
-    """Reads extents in its own threads. `take` may be called from any thread."""
+    """Reads extents in its own threads. `take` may be called from any other thread."""
 
     def __init__(
         self,
@@ -45,86 +35,68 @@ class ReadAhead:
 
         Extents above WAITING are left to the loader, which reads them in place: an output matrix may take 600 MB.
         """
-        self._runs: collections.deque[_Run] = collections.deque()
-        self._of: dict[Place, tuple[_Run, int]] = {}
-        run = _Run()
-        for place, size in dict(wanted).items():
-            if size > WAITING:
-                continue
-            run.places.append(place)
-            run.size += size
-            self._of[place] = run, size
-            if run.size >= RUN:
-                self._runs.append(run)
-                run = _Run()
-        if run.places:
-            self._runs.append(run)
         self._load = load
-        self._change = threading.Condition()
+        self._lock = threading.Lock()  # of the next four
+        self._later = {place: size for place, size in dict(wanted).items() if size <= WAITING}
+        self._runs: collections.deque[list[Place]] = collections.deque()  # each is read by one thread, in order
+        self._begun: dict[Place, tuple[Future[Read], int]] = {}
         self._waiting = 0
-        self._mine = threading.local()
-        self._threads = [
-            threading.Thread(target=self._read, name="moepack-ahead", daemon=True)
-            for _ in range(min(readers() if threads is None else threads, len(self._runs)))
-        ]
-        for thread in self._threads:
-            thread.start()
+        size = RUN
+        for place, more in self._later.items():
+            if size >= RUN:
+                self._runs.append([])
+                size = 0
+            self._runs[-1].append(place)
+            size += more
+        self._pool = ThreadPoolExecutor(readers() if threads is None else threads, "moepack-ahead")
+        with self._lock:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Begin runs as long as what they read may wait. The caller holds the lock."""
+        while self._runs:
+            run = {place: self._later[place] for place in self._runs[0] if place in self._later}
+            size = sum(run.values())
+            if self._waiting and self._waiting + size > WAITING:
+                return
+            self._runs.popleft()
+            self._waiting += size
+            reading = self._pool.submit(self._read, list(run))
+            for place in run:
+                self._begun[place] = reading, self._later.pop(place)
 
     def take(self, place: Place) -> Tensor | None:
-        """Return a checked extent, or `None` if it was not wanted or no thread has begun it: the caller then reads it.
+        """Return a checked extent, or `None` if it was not wanted or its run has not begun: the caller then reads it.
 
         Raises BundleError when the extent cannot be read or is damaged.
         """
-        if getattr(self._mine, "reading", False):
+        with self._lock:
+            self._later.pop(place, None)
+            reading, size = self._begun.pop(place, (None, 0))
+        if reading is None:
             return None
-        with self._change:
-            run, size = self._of.pop(place, (None, 0))
-            if run is None:
-                return None
-            begun = run.begun
-            if not begun:  # waiting until a thread reads it would take longer
-                run.places.remove(place)
-                run.size -= size
-        result: Tensor | BaseException | None = None
-        if begun:
-            run.over.wait()
-            with self._change:
-                result = run.read.pop(place)
-                self._waiting -= size
-                self._change.notify()
-        if isinstance(result, BaseException):
-            raise result
-        return result
+        made = reading.result().pop(place)
+        with self._lock:
+            self._waiting -= size
+            self._begin()
+        if isinstance(made, BaseException):
+            raise made
+        return made
 
-    def _read(self) -> None:
-        self._mine.reading = True
-        while (run := self._next()) is not None:
-            for place in run.places:
-                try:
-                    run.read[place] = self._load(place)
-                except BaseException as error:
-                    run.read[place] = error
-            run.over.set()
-
-    def _next(self) -> _Run | None:
-        with self._change:
-            while self._runs:
-                size = self._runs[0].size
-                if not self._waiting or self._waiting + size <= WAITING:
-                    run = self._runs.popleft()
-                    run.begun = True
-                    self._waiting += size
-                    return run
-                self._change.wait()
-            return None
+    def _read(self, places: Sequence[Place]) -> Read:
+        made: Read = {}
+        for place in places:
+            try:
+                made[place] = self._load(place)
+            except BaseException as error:
+                made[place] = error
+        return made
 
     def close(self) -> None:
-        """End the threads; runs that no thread has begun stay unread."""
-        with self._change:
+        """End the threads; runs that have not begun stay unread."""
+        with self._lock:
             self._runs.clear()
-            self._change.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
 
 
 def readers() -> int:

@@ -1,11 +1,8 @@
 """What programs do with a model that they have loaded: each works, or is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-import warnings
 
 import pytest
 import torch
@@ -23,23 +20,6 @@ HOT = "hotness:hi=bf16,lo=w2"
 
 
 # --- loading
-
-
-def test_options_beside_a_config_are_merged_without_a_warning(bundle):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for options in (
-            {"quantization_config": MoepackConfig(policy="static:w2", device_memory="30MB"), "kv_tokens": 64},
-            {"policy": "static:w2", "device_memory": "30MB", "kv_tokens": 64},
-        ):
-            serving = AutoModelForCausalLM.from_pretrained(bundle, **options).moepack
-            assert serving.budget_bytes == 30_000_000 and serving.fixed.kv == 64 * 1024
-    with pytest.raises(InputError, match="workload has no tokens: kv_tokens, batch"):
-        MoepackConfig(workload={"tokens": 1})
-    with pytest.raises(InputError, match="policy 'hotnes' is unknown"):
-        AutoModelForCausalLM.from_pretrained(bundle, policy="hotnes")
-    with pytest.raises(InputError, match="size '30 parsecs'"):
-        load_for_logits(bundle, device_memory="30 parsecs")
 
 
 @pytest.mark.parametrize("options", [{"policy": "static:w2"}, {"quantization_config": MoepackConfig()}])

@@ -2,65 +2,24 @@
 #include "gemm.h"
 
 #ifdef HAVE_X86
-#include <immintrin.h>
-
 #define NAME(x) x##_avx512
-#define INLINE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static inline __attribute__((always_inline))
-#define CALLED __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))) static
-#define WHOLE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
-#define L 16
+#define INLINE AVX512 static inline __attribute__((always_inline))
+#define CALLED AVX512 static
+#define WHOLE AVX512
+#include "avx512.h"
 #define RB 4
 #define TB 4
 #define R2 4
 #define R4 4
-#define F __m512
-#define I __m512i
 #define T16 __m512
-#define LOADI(p) _mm512_loadu_si512(p)
-#define LOADF(p) _mm512_loadu_ps(p)
-#define STOREF(p, v) _mm512_storeu_ps(p, v)
 #define LOADT(p) _mm512_loadu_ps(p)
-#define SET(v) _mm512_set1_ps(v)
-#define ADD(a, b) _mm512_add_ps(a, b)
-#define SUB(a, b) _mm512_sub_ps(a, b)
-#define MUL(a, b) _mm512_mul_ps(a, b)
-#define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define NFMA(a, b, c) _mm512_fnmadd_ps(a, b, c)
 #define SUM(a) _mm512_reduce_add_ps(a)
-#define DROP(w, n) _mm512_srli_epi32(w, n)
-#define SRA16(w, n) _mm512_srai_epi16(w, n)
 #define LOOKUP(t, w) _mm512_permutexvar_ps(w, t)
 #define CODE4(w) \
     _mm512_permutexvar_ps(w, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -.5f, .5f, 1.5f, 2.5f, 3.5f, \
                                             4.5f, 5.5f, 6.5f, 7.5f))
-#define CODE8(w) \
-    _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(w, _mm512_set1_epi32(255))), _mm512_set1_ps(127.5f))
-#define BF16(p) \
-    _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p))), 16))
 #define STOREB2(p, v, w) store_bf16_avx512(p, v, w)
 #define STOREB(p, v) _mm256_storeu_si256((__m256i *)(p), narrow_avx512(v))
-#define BYTES(p) _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p))))
-#define STREAM(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
-#define SETI(v) _mm512_set1_epi32((int)(v))
-#define AND(a, b) _mm512_and_si512(a, b)
-#define SHL(a, n) _mm512_slli_epi32(a, n)
-#define SRA(a, n) _mm512_srai_epi32(a, n)
-#define ADDI(a, b) _mm512_add_epi32(a, b)
-#define MAXI(a, b) _mm512_max_epi32(a, b)
-#define LOADB(p) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(p)))
-#define LOADSB(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(p)))
-#define LOADSH(p) _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(p)))
-#define AS_FLOATS(a) _mm512_castsi512_ps(a)
-#define XOR(a, b) _mm512_xor_si512(a, b)
-#define SUBI(a, b) _mm512_sub_epi32(a, b)
-#define FLOATS(a) _mm512_cvtepi32_ps(a)
-#define LEVELS(a) levels_avx512(a)
-
-INLINE __m512i levels_avx512(__m512i states) {
-    const __m512i by = _mm512_set1_epi16(TRELLIS_BY);
-    const __m512i means = _mm512_avg_epu8(_mm512_mullo_epi16(states, by), _mm512_mulhi_epu16(states, by));
-    return _mm512_maddubs_epi16(means, _mm512_set1_epi8(1));
-}
 
 /* Rounds as narrow() does, but not NaN, into the high halves. The processor's own conversion drops denormals. */
 INLINE __m512i rounded_avx512(__m512 v) {
@@ -78,14 +37,6 @@ INLINE void store_bf16_avx512(uint16_t *to, __m512 v, __m512 w) {
 #include "affine_rows.h"
 
 #define FR 1
-#define MULI(a, b) _mm512_mullo_epi32(a, b)
-#define FUSED(a, b, c) _mm512_fmadd_ps(a, b, c)
-#define HALVES(v, odd) \
-    _mm512_castsi512_ps(odd ? _mm512_and_si512(v, _mm512_set1_epi32(-65536)) : _mm512_slli_epi32(v, 16))
-
-#define SHL16(a, n) _mm512_slli_epi16(a, n)
-#define DROP16(a, n) _mm512_srli_epi16(a, n)
-
 #define PARTS 1
 #define PAIRS(bytes, x) _mm512_maddubs_epi16(bytes, x)
 #define ADDH(a, b) _mm512_add_epi16(a, b)

@@ -436,12 +436,7 @@ INLINE void NAME(pairs)(const int T, const int64_t cols, const uint16_t *w, cons
         } \
         for (; at < end; at += FR * L) { \
             switch (codes_of(job->form)) { \
-                FIXED_CASE(1, T) \
-                FIXED_CASE(2, T) \
-                FIXED_CASE(3, T) \
-                FIXED_CASE(5, T) \
-                FIXED_CASE(4, T) \
-                FIXED_CASE(8, T) \
+                INTEGER_CODES(FIXED_CASE, T) \
             case MXFP4: NAME(fp4_rows)(0, T, m, job->form, job->base, at, x, part); break; \
             case NVFP4: NAME(fp4_rows)(1, T, m, job->form, job->base, at, x, part); break; \
             case TRELLIS2: NAME(trellis_rows)(TRELLIS2, T, m, job->form, job->base, at, x, part); break; \

@@ -27,23 +27,8 @@
  * scale * (sum code * x - zero * sum x).
  */
 
-#define E2M1_FIELDS 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 /* twice a code's value, plus 12 */
-#define UNROLL _Pragma("GCC unroll 16")
-/* Small floats by shifting their bits into a float's, whose exponent counts from another number: multiplied by a power of
- * two, they are what they were, denormal ones too. E8M0 is an exponent alone, and 0 stands for 2^-127. */
-#define POW2(p) AS_FLOATS(MAXI(SHL(LOADB(p), 23), SETI(1 << 22)))
-#define E4M3_SHIFTED(p) AS_FLOATS(AND(SHL(LOADSB(p), 20), SETI(0x87F00000))) /* times 2^-120 */
-#define E4M3(p) MUL(E4M3_SHIFTED(p), SET(0x1p120f))
-#define HALF(p) MUL(AS_FLOATS(AND(SHL(LOADSH(p), 13), SETI(0x8FFFE000))), SET(0x1p112f))
-#define E3M5(p) AS_FLOATS(ADDI(SHL(LOADB(p), 18), SETI(0x3F800000))) /* from 1 on */
-/* L scales: bytes of FP4, else by `scales_of`. */
-#define SCALE(bits, of, at) \
-    ((bits) == MXFP4     ? POW2(at) \
-     : (bits) == NVFP4   ? E4M3(at) \
-     : (of) == OF_BYTE   ? E3M5(at) \
-     : (of) == OF_HALF   ? HALF((const uint16_t *)(at)) \
-                         : BF16((const uint16_t *)(at)))
-#define CODE_E4M3(w) AS_FLOATS(AND(SRA(SHL(w, 24), 4), SETI(0x87F00000))) /* the low byte, times 2^-120 */
+#include "codes.h"
+
 #define QUAD 4.0f /* LUTs of four one-bit codes are for codes worth 4: the high plane of three bits */
 
 static const float quad_of[4][16] = {
@@ -62,20 +47,6 @@ static const float e2m1[16] = {0, .5f, 1, 1.5f, 2, 3, 4, 6, 0, -.5f, -1, -1.5f, 
 static const float two_bits[16] = {-1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f,
                                    -1.5f, -.5f, .5f, 1.5f, -1.5f, -.5f, .5f, 1.5f};
 static const float one_bit[16] = {-.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f, -.5f, .5f};
-
-/* The next weight of a trellis in units of its scale. Its code's low bits are the lowest of *w, its third bit is that of
- * *h, and `state` has the windows over both; all move on. */
-INLINE F NAME(next_level)(const int bits, I state[2], I *w, I *h) {
-    state[0] = XOR(DROP(state[0], 2), SHL(AND(*w, SETI(3)), 14));
-    *w = DROP(*w, 2);
-    I whole = state[0];
-    if (bits == TRELLIS3) {
-        state[1] = XOR(DROP(state[1], 1), SHL(AND(*h, SETI(1)), 7));
-        *h = DROP(*h, 1);
-        whole = XOR(whole, state[1]);
-    }
-    return FLOATS(SUBI(LEVELS(whole), SETI(TRELLIS_ZERO)));
-}
 
 /* As `plane`, for trellis codes in `low` and `high`. */
 INLINE void NAME(trellis)(const int bits, const int R, const int T, const uint32_t *const *low, const uint32_t *const *high,
@@ -212,19 +183,15 @@ INLINE void NAME(plain)(const int R, const int T, const Gemm *m, const Form *f, 
     }
 }
 
-#define PACKED(bits, R, T) NAME(packed)(bits, R, T, m, job->form, job->base, at, x, part)
+#define PACKED(bits, R, T) \
+    case bits: NAME(packed)(bits, R, T, m, job->form, job->base, at, x, part); break;
 #define BY_BITS(R, T) \
     switch (codes_of(job->form)) { \
-    case 1: PACKED(1, R, T); break; \
-    case 2: PACKED(2, R, T); break; \
-    case 3: PACKED(3, R, T); break; \
-    case 5: PACKED(5, R, T); break; \
-    case 4: PACKED(4, R, T); break; \
-    case 8: PACKED(8, R, T); break; \
-    case MXFP4: PACKED(MXFP4, R, T); break; \
-    case NVFP4: PACKED(NVFP4, R, T); break; \
-    case TRELLIS2: PACKED(TRELLIS2, R, T); break; \
-    case TRELLIS3: PACKED(TRELLIS3, R, T); break; \
+        INTEGER_CODES(PACKED, R, T) \
+        PACKED(MXFP4, R, T) \
+        PACKED(NVFP4, R, T) \
+        PACKED(TRELLIS2, R, T) \
+        PACKED(TRELLIS3, R, T) \
     }
 
 /* Products of rows [row, end), at most UNIT and from a block's first, and T activations; results go to `slot`. */
@@ -367,7 +334,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
                          : bits == 8                      ? CODE8(w[r])
                          : bits == 4 || bits == 5        ? CODE4(w[r])
                          : bits == MXFP4 || bits == NVFP4 ? LOOKUP(fours, w[r])
-                         : bits > 16                     ? MUL(CODE_E4M3(w[r]), SET(0x1p120f))
+                         : bits > 16                     ? E4M3_LOW(w[r])
                          : bits == 1                     ? LOOKUP(ones, w[r])
                                                          : LOOKUP(twos, w[r]);
                 if (!is_trellis(bits)) w[r] = DROP(w[r], p);
@@ -396,12 +363,7 @@ INLINE void NAME(unpack)(const int bits, const int R, const Unpack *m, int64_t r
     case bits: NAME(unpack)(bits, R, m, row + r, at); break;
 #define UNPACK(R) \
     switch (codes_of(m->form)) { \
-        UNPACK_CASE(1, R) \
-        UNPACK_CASE(2, R) \
-        UNPACK_CASE(3, R) \
-        UNPACK_CASE(5, R) \
-        UNPACK_CASE(4, R) \
-        UNPACK_CASE(8, R) \
+        INTEGER_CODES(UNPACK_CASE, R) \
         UNPACK_CASE(MXFP4, R) \
         UNPACK_CASE(NVFP4, R) \
         UNPACK_CASE(MXFP8, R) \

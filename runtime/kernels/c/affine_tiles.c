@@ -275,10 +275,8 @@ WIDE static void code_panel(const Run *run, const Batch *batch, int64_t row, uin
                 const int64_t at = ((block + r) * groups + g) * BLOCK;
                 scale[r] = scale_row(f, base, block + r, groups, g);
                 if (f->zeros == SYMMETRIC) less[r] = _mm512_mul_ps(scale[r], _mm512_set1_ps(0.5f));
-                if (f->zeros == STORED) {
-                    __m512i z = byte_row(base + f->zero + at);
-                    less[r] = _mm512_mul_ps(scale[r], _mm512_fmadd_ps(_mm512_cvtepi32_ps(z), unit, middle));
-                }
+                if (f->zeros == STORED)
+                    less[r] = _mm512_mul_ps(scale[r], _mm512_fmadd_ps(BYTES(base + f->zero + at), unit, middle));
             }
         for (int i = 0; i < 2 && b + i < blocks; i++) {
             __m512 sum = _mm512_setzero_ps();

@@ -101,11 +101,14 @@ TARGET static void NAME(opened_row)(const uint8_t *from, int64_t cols, int64_t b
     }
 }
 
-/* n rows of a strip in BF16: where they lie, or made in `room`. */
-INLINE Strip NAME(strip)(const Rows *rows, const uint8_t *from, int64_t n, uint16_t *room) {
+/* A unit's n rows from number `at` on, in BF16: where they lie, or made in `room`, which then begins behind them. */
+INLINE Strip NAME(strip)(const Rows *rows, const Unit *u, int64_t at, int64_t n, uint16_t **room) {
+    const uint8_t *from = row_of(rows, u->batch, u->group, at);
     if (rows->bits == 16) return (Strip){(const uint16_t *)from, rows->token / 2};
-    for (int64_t i = 0; i < n; i++) NAME(opened_row)(from + i * rows->token, rows->cols, rows->bits, room + i * rows->cols);
-    return (Strip){room, rows->cols};
+    uint16_t *made = *room;
+    *room += STRIP * rows->cols;
+    for (int64_t i = 0; i < n; i++) NAME(opened_row)(from + i * rows->token, rows->cols, rows->bits, made + i * rows->cols);
+    return (Strip){made, rows->cols};
 }
 
 #define FETCHED (2 * KEYS) /* rows ahead of those that are widened */
@@ -226,12 +229,10 @@ TARGET static void NAME(attend)(const Attend *m, const Unit *u, float *room, flo
     for (int64_t at = u->from; at < u->to; at += STRIP) {
         const int64_t n = least(STRIP, u->to - at);
         if (!sees(m, u, at, n)) continue;
-        const Strip k = NAME(strip)(&m->k, row_of(&m->k, u->batch, u->group, at), n, opened);
-        uint16_t *behind = opened + (m->k.bits < 16) * STRIP * m->k.cols;
-        Strip k2 = k, v = k;
-        if (m->k2.cols) k2 = NAME(strip)(&m->k2, row_of(&m->k2, u->batch, u->group, at), n, behind);
-        behind += (m->k2.bits < 16) * STRIP * m->k2.cols;
-        if (m->v.at != m->k.at) v = NAME(strip)(&m->v, row_of(&m->v, u->batch, u->group, at), n, behind);
+        uint16_t *left = opened;
+        const Strip k = NAME(strip)(&m->k, u, at, n, &left);
+        const Strip k2 = m->k2.cols ? NAME(strip)(&m->k2, u, at, n, &left) : k;
+        const Strip v = m->v.at != m->k.at ? NAME(strip)(&m->v, u, at, n, &left) : k;
         if (v_wide > q_wide || m->k.cols != m->v.cols) /* zeros beyond the numbers of a key, where values were */
             memset(keys, 0, (size_t)(KEYS * q_wide) * sizeof(float));
         else if (q_wide > both)

@@ -97,14 +97,14 @@ static inline int64_t opened_numbers(const Attend *m) { /* of a strip that is ma
 #undef LANES
 #ifdef HAVE_X86
 #define NAME(x) x##_avx2
-#define TARGET __attribute__((target("avx2,fma")))
+#define TARGET AVX2
 #define LANES 8
 #include "attend_rows.h"
 #undef NAME
 #undef TARGET
 #undef LANES
 #define NAME(x) x##_avx512
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define TARGET AVX512
 #define LANES 16
 #include "attend_rows.h"
 #undef NAME
@@ -150,15 +150,18 @@ BF16_INLINE void opened_row_bf16(const uint8_t *from, int64_t cols, int64_t bits
     }
 }
 
-BF16_INLINE Strip strip_bf16(const Rows *rows, const uint8_t *from, int64_t n, uint16_t *room) {
+BF16_INLINE Strip strip_bf16(const Rows *rows, const Unit *u, int64_t at, int64_t n, uint16_t **room) {
+    const uint8_t *from = row_of(rows, u->batch, u->group, at);
     if (rows->bits == 16) return (Strip){(const uint16_t *)from, rows->token / 2};
     const int64_t size = rows->cols * rows->bits / 8;
+    uint16_t *made = *room;
+    *room += STRIP * rows->cols;
     for (int64_t i = 0; i < n; i++) {
         const uint8_t *row = from + i * rows->token;
         for (int64_t c = 0; c < size; c += 64) __builtin_prefetch(row + ROWS_AHEAD * rows->token + c, 0, 2);
-        opened_row_bf16(row, rows->cols, rows->bits, room + i * rows->cols);
+        opened_row_bf16(row, rows->cols, rows->bits, made + i * rows->cols);
     }
-    return (Strip){room, rows->cols};
+    return (Strip){made, rows->cols};
 }
 
 BF16_INLINE __m512bh pairs_at(const uint16_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
@@ -252,12 +255,10 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
     for (int64_t at = u->from; at < u->to; at += STRIP) {
         const int64_t n = least(STRIP, u->to - at);
         if (!sees(m, u, at, n)) continue;
-        const Strip keys = strip_bf16(&m->k, row_of(&m->k, u->batch, u->group, at), n, opened);
-        uint16_t *behind = opened + (m->k.bits < 16) * STRIP * m->k.cols;
-        Strip keys2 = keys, values = keys;
-        if (m->k2.cols) keys2 = strip_bf16(&m->k2, row_of(&m->k2, u->batch, u->group, at), n, behind);
-        behind += (m->k2.bits < 16) * STRIP * m->k2.cols;
-        if (m->v.at != m->k.at) values = strip_bf16(&m->v, row_of(&m->v, u->batch, u->group, at), n, behind);
+        uint16_t *left = opened;
+        const Strip keys = strip_bf16(&m->k, u, at, n, &left);
+        const Strip keys2 = m->k2.cols ? strip_bf16(&m->k2, u, at, n, &left) : keys;
+        const Strip values = m->v.at != m->k.at ? strip_bf16(&m->v, u, at, n, &left) : keys;
         const int apart = m->v.bits == 16 && m->v.at != m->k.at;
         for (int64_t j = 0; j < n; j += 4) {
             const uint16_t *k[4], *k2[4];
@@ -295,29 +296,26 @@ BF16 static void attend_bf16(const Attend *m, const Unit *u, float *room, float 
 }
 #endif
 
-static void (*attend_rows)(const Attend *, const Unit *, float *, float *, float *, float *) = attend_plain;
-static void (*index_keys)(const Index *, int64_t, int64_t, float *) = index_plain;
-static void (*head_rows)(const Heads *, int64_t, const uint16_t *, const float *, int64_t, float *) = head_plain;
-static uint16_t (*code_group)(const float *, int64_t, int64_t, uint8_t *) = code_group_plain;
-static void (*opened_row)(const uint8_t *, int64_t, int64_t, uint16_t *) = opened_row_plain;
+static void (*const attends[])(const Attend *, const Unit *, float *, float *, float *, float *) = LEVELS_OF(attend);
+static void (*const indexes[])(const Index *, int64_t, int64_t, float *) = LEVELS_OF(index);
+static void (*const heads[])(const Heads *, int64_t, const uint16_t *, const float *, int64_t, float *) = LEVELS_OF(head);
+static uint16_t (*const code_groups[])(const float *, int64_t, int64_t, uint8_t *) = LEVELS_OF(code_group);
+static void (*const opened_rows[])(const uint8_t *, int64_t, int64_t, uint16_t *) = LEVELS_OF(opened_row);
 
-void moepack_attend_level(int level) {
-    attend_rows = attend_plain, head_rows = head_plain, index_keys = index_plain;
-    code_group = code_group_plain, opened_row = opened_row_plain;
+static void attend_rows(const Attend *m, const Unit *u, float *room, float *most, float *sum, float *acc) {
 #ifdef HAVE_X86
-    if (level > 0) attend_rows = attend_avx2, head_rows = head_avx2, code_group = code_group_avx2, opened_row = opened_row_avx2;
-    if (level > 0) index_keys = index_avx2;
-    if (level > 1) attend_rows = attend_avx512, head_rows = head_avx512, index_keys = index_avx512;
-    if (level > 1) code_group = code_group_avx512, opened_row = opened_row_avx512;
-    if (level > 2) attend_rows = attend_bf16;
+    if (moepack_bf16) {
+        attend_bf16(m, u, room, most, sum, acc);
+        return;
+    }
 #endif
+    attends[moepack_vectors](m, u, room, most, sum, acc);
 }
 
 typedef struct {
     const Attend *m;
     int64_t blocks, spans, span, each, room; /* room: floats of a thread; each: floats of a unit's results */
-    float *rooms, *results;                  /* results: of all units, if there are several spans */
-    atomic_llong next, seats;
+    float *results; /* of all units, if there are several spans */
 } AttendRun;
 
 static Unit unit_of(const AttendRun *run, int64_t number) {
@@ -357,28 +355,19 @@ static void finish(const AttendRun *run, const Unit *u, float *parts) {
     }
 }
 
-static void attend_some(void *argument) {
-    AttendRun *run = argument;
-    const Attend *m = run->m;
-    const int64_t units = m->batch * m->groups * run->blocks * run->spans;
-    float *room = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < units) {
-        const Unit u = unit_of(run, i);
-        float *result = run->spans > 1 ? run->results + i * run->each : room;
-        attend_rows(m, &u, room + run->each, result, result + ROWS, result + 2 * ROWS);
-        if (run->spans == 1) finish(run, &u, result);
-    }
+static void attend_unit(const void *of, int64_t number, void *room) {
+    const AttendRun *run = of;
+    const Unit u = unit_of(run, number);
+    float *result = run->spans > 1 ? run->results + number * run->each : room;
+    attend_rows(run->m, &u, (float *)room + run->each, result, result + ROWS, result + 2 * ROWS);
+    if (run->spans == 1) finish(run, &u, result);
 }
 
-static void finish_some(void *argument) {
-    AttendRun *run = argument;
-    const int64_t units = run->m->batch * run->m->groups * run->blocks;
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < units) {
-        const Unit u = unit_of(run, i * run->spans);
-        finish(run, &u, run->results + i * run->spans * run->each);
-    }
+static void finish_unit(const void *of, int64_t number, void *room) {
+    const AttendRun *run = of;
+    const Unit u = unit_of(run, number * run->spans);
+    (void)room;
+    finish(run, &u, run->results + number * run->spans * run->each);
 }
 
 /* Returns 0, or 1 when memory is short. */
@@ -396,95 +385,69 @@ int moepack_affine_attend(const Attend *m, int64_t threads) {
     const int64_t results = run.spans > 1 ? units * run.each : 0;
     float *memory = malloc(sizeof(float) * (size_t)(run.room * threads + results));
     if (!memory) return 1;
-    run.rooms = memory, run.results = memory + run.room * threads;
-    atomic_init(&run.next, 0);
-    atomic_init(&run.seats, 0);
-    moepack_parallel(attend_some, &run, (int)threads);
-    if (run.spans > 1) {
-        atomic_init(&run.next, 0);
-        moepack_parallel(finish_some, &run, (int)threads);
-    }
+    run.results = memory + run.room * threads;
+    moepack_pieces(attend_unit, &run, units, threads, memory, sizeof(float) * (size_t)run.room);
+    if (run.spans > 1) moepack_pieces(finish_unit, &run, units / run.spans, threads, 0, 0);
     free(memory);
     return 0;
 }
 
-typedef struct {
-    const Index *m;
-    int64_t room; /* floats of a thread */
-    float *rooms;
-    atomic_llong next, seats;
-} IndexRun;
-
-static void index_some(void *argument) {
-    IndexRun *run = argument;
-    const Index *m = run->m;
-    float *room = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
-    int64_t at;
-    while ((at = STRIP * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->length)
-        index_keys(m, at, least(STRIP, m->length - at), room);
+static void index_strip(const void *of, int64_t number, void *room) {
+    const Index *m = of;
+    indexes[moepack_vectors](m, STRIP * number, least(STRIP, m->length - STRIP * number), room);
 }
 
 /* Returns 0, or 1 when memory is short. */
 int moepack_affine_index(const Index *m, int64_t threads) {
     const int64_t rows = (m->heads + 3) & -4, wide = wide_of(m->cols);
-    IndexRun run = {.m = m, .room = rows * (wide + STRIP) + KEYS * wide};
-    threads = least(threads, ceil_div(m->length, STRIP));
-    if (m->length * m->cols * m->tokens < 65536) threads = 1;
-    run.rooms = calloc((size_t)(run.room * threads), sizeof(float));
-    if (!run.rooms) return 1;
-    atomic_init(&run.next, 0);
-    atomic_init(&run.seats, 0);
-    moepack_parallel(index_some, &run, (int)threads);
-    free(run.rooms);
+    const int64_t strips = ceil_div(m->length, STRIP);
+    const size_t room = sizeof(float) * (size_t)(rows * (wide + STRIP) + KEYS * wide);
+    threads = m->length * m->cols * m->tokens < 65536 ? 1 : least(threads, strips);
+    void *memory = calloc((size_t)threads, room);
+    if (!memory) return 1;
+    moepack_pieces(index_strip, m, strips, threads, memory, room);
+    free(memory);
     return 0;
 }
 
 typedef struct {
     const Heads *m;
-    int64_t room, tile, ld; /* floats of a thread; of an unpacked matrix, and of one of its rows */
-    float *rooms;
-    atomic_llong next, seats;
+    int64_t tile, ld; /* floats of an unpacked matrix, and of one of its rows */
 } HeadsRun;
 
-static void heads_some(void *argument) {
-    HeadsRun *run = argument;
+/* A thread's room begins with the tile, because vectors are stored at multiples of their size. */
+static void one_head(const void *of, int64_t h, void *room) {
+    const HeadsRun *run = of;
     const Heads *m = run->m;
-    /* The tile is first, because vectors are stored at multiples of their size */
-    float *tile = run->rooms + run->room * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
-    float *room = tile + run->tile;
-    const int64_t rows = m->sums ? m->out_cols : m->in, cols = m->sums ? m->in : m->out_cols, ld = run->ld;
-    for (int64_t c = 0; c < run->tile / (ld ? ld : 1); c++) /* what no block of rows fills */
-        if (c >= cols) memset(tile + c * ld, 0, sizeof(float) * (size_t)ld);
-        else memset(tile + c * ld + rows, 0, sizeof(float) * (size_t)(ld - rows));
-    int64_t h;
-    while ((h = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->heads) {
-        if (!m->base) {
-            head_rows(m, h, m->matrix + h * m->matrix_at[0], 0, m->matrix_at[1], room);
-            continue;
-        }
-        const int64_t from = m->first + h * m->matrix_at[0];
-        const Unpack unpack = {cols, from, from + rows, ld, 0, 1, m->base, m->form, tile};
-        for (int64_t r = 0; r < rows; r += UNIT)
-            moepack_unpacking(&unpack, from + r, least(UNIT, rows - r), (uint8_t *)(tile + r));
-        head_rows(m, h, 0, tile, ld, room);
+    float *tile = room, *rest = tile + run->tile;
+    if (!m->base) {
+        heads[moepack_vectors](m, h, m->matrix + h * m->matrix_at[0], 0, m->matrix_at[1], rest);
+        return;
     }
+    const int64_t rows = m->sums ? m->out_cols : m->in, cols = m->sums ? m->in : m->out_cols;
+    const int64_t from = m->first + h * m->matrix_at[0];
+    const Unpack unpack = {cols, from, from + rows, run->ld, 0, 1, m->base, m->form, tile};
+    for (int64_t r = 0; r < rows; r += UNIT)
+        moepack_unpacking(&unpack, from + r, least(UNIT, rows - r), (uint8_t *)(tile + r));
+    heads[moepack_vectors](m, h, 0, tile, run->ld, rest);
 }
 
 int moepack_affine_heads(const Heads *m, int64_t threads) {
     if (m->base && (!known(m->form) || m->form->bits == 16)) return 2;
     const int64_t n = m->sums ? m->in : m->out_cols, cols = m->sums ? m->out_cols : m->in;
     const int64_t ld = ceil_div(n, KEYS) * KEYS, wide = m->base ? ceil_div(cols, UNIT) * UNIT : wide_of(cols);
-    HeadsRun run = {.m = m, .room = ROWS * (wide + ld) + KEYS * wide};
+    HeadsRun run = {.m = m};
     if (m->base) run.ld = wide, run.tile = ld * wide;
-    run.room = (run.room + run.tile + 15) & -16;
-    threads = least(threads, m->heads);
-    if (m->heads * m->in * m->out_cols < 65536) threads = 1;
-    void *memory;
-    if (posix_memalign(&memory, 64, sizeof(float) * (size_t)(run.room * threads))) return 1;
-    run.rooms = memory;
-    atomic_init(&run.next, 0);
-    atomic_init(&run.seats, 0);
-    moepack_parallel(heads_some, &run, (int)threads);
+    const int64_t room = (ROWS * (wide + ld) + KEYS * wide + run.tile + 15) & -16;
+    threads = m->heads * m->in * m->out_cols < 65536 ? 1 : least(threads, m->heads);
+    float *memory;
+    if (posix_memalign((void **)&memory, 64, sizeof(float) * (size_t)(room * threads))) return 1;
+    for (int64_t i = 0; i < threads && m->base; i++) /* what no block of rows fills in a tile */
+        for (int64_t c = 0; c < ld; c++) {
+            const int64_t made = c < n ? cols : 0;
+            memset(memory + i * room + c * wide + made, 0, sizeof(float) * (size_t)(wide - made));
+        }
+    moepack_pieces(one_head, &run, m->heads, threads, memory, sizeof(float) * (size_t)room);
     free(memory);
     return 0;
 }
@@ -516,7 +479,7 @@ int moepack_kv_code(const void *x, int64_t bf16, int64_t rows, int64_t cols, int
         widen_row(x, bf16, r * cols, cols, row);
         if (bits == 4) moepack_hadamard(row, cols, 0);
         for (int64_t c = 0; c < cols; c += group) {
-            const uint16_t scale = code_group(row + c, least(group, cols - c), bits, out + c * bits / 8);
+            const uint16_t scale = code_groups[moepack_vectors](row + c, least(group, cols - c), bits, out + c * bits / 8);
             memcpy(out + cols * bits / 8 + c / group * 2, &scale, 2);
         }
     }
@@ -529,7 +492,7 @@ int moepack_kv_open(const uint8_t *from, int64_t rows, int64_t cols, int64_t bit
     if (cols > WIDEST) return 1;
     for (int64_t r = 0; r < rows; r++, from += each) {
         if (bits == 8 && bf16) {
-            opened_row(from, cols, bits, (uint16_t *)out + r * cols);
+            opened_rows[moepack_vectors](from, cols, bits, (uint16_t *)out + r * cols);
             continue;
         }
         float row[WIDEST];

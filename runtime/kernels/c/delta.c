@@ -175,40 +175,22 @@ SMALL void delta(const Delta *m, int64_t sequence, int64_t g, const Room *room) 
 
 static void delta_plain(const Delta *m, int64_t sequence, int64_t g, const Room *room) { delta(m, sequence, g, room); }
 #ifdef HAVE_X86
-__attribute__((target("avx2,fma"))) static void delta_avx2(const Delta *m, int64_t sequence, int64_t g, const Room *room) {
-    delta(m, sequence, g, room);
-}
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))) static void delta_avx512(
-    const Delta *m, int64_t sequence, int64_t g, const Room *room) {
-    delta(m, sequence, g, room);
-}
+AVX2 static void delta_avx2(const Delta *m, int64_t sequence, int64_t g, const Room *room) { delta(m, sequence, g, room); }
+WHOLE512 static void delta_avx512(const Delta *m, int64_t sequence, int64_t g, const Room *room) { delta(m, sequence, g, room); }
 #endif
 
-static void (*chosen)(const Delta *, int64_t, int64_t, const Room *) = delta_plain;
-
-void moepack_delta_level(int level) {
-    chosen = delta_plain;
-#ifdef HAVE_X86
-    if (level > 0) chosen = delta_avx2;
-    if (level > 1) chosen = delta_avx512;
-#endif
-}
+static void (*const deltas[])(const Delta *, int64_t, int64_t, const Room *) = LEVELS_OF(delta);
 
 typedef struct {
     const Delta *m;
-    float *room;
-    int64_t each, tokens;
-    atomic_llong next, seats;
+    int64_t tokens;
 } Run;
 
-static void delta_some(void *argument) {
-    Run *run = argument;
-    const Delta *m = run->m;
+static void head_of_keys(const void *of, int64_t number, void *memory) {
+    const Run *run = of;
     Room room;
-    lay_out(m, run->tokens, run->room + run->each * atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed), &room);
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < m->sequences * m->keys)
-        chosen(m, i / m->keys, i % m->keys, &room);
+    lay_out(run->m, run->tokens, memory, &room);
+    deltas[moepack_vectors](run->m, number / run->m->keys, number % run->m->keys, &room);
 }
 
 int moepack_delta(const Delta *m, int64_t threads) {
@@ -217,12 +199,11 @@ int moepack_delta(const Delta *m, int64_t threads) {
         if (m->first[s + 1] - m->first[s] > most) most = m->first[s + 1] - m->first[s];
     const int64_t work = m->first[m->sequences] * m->keys * m->shared * m->k_dim * m->v_dim;
     threads = work < 65536 ? 1 : least(threads, m->sequences * m->keys); /* waking others would take longer */
-    Run run = {.m = m, .tokens = least(most, TOKENS)};
-    run.each = lay_out(m, run.tokens, 0, 0);
-    if (posix_memalign((void **)&run.room, 64, sizeof(float) * (size_t)(run.each * threads))) return 1;
-    atomic_init(&run.next, 0);
-    atomic_init(&run.seats, 0);
-    moepack_parallel(delta_some, &run, (int)threads);
-    free(run.room);
+    const Run run = {m, least(most, TOKENS)};
+    const size_t room = sizeof(float) * (size_t)lay_out(m, run.tokens, 0, 0);
+    void *memory;
+    if (posix_memalign(&memory, 64, room * (size_t)threads)) return 1;
+    moepack_pieces(head_of_keys, &run, m->sequences * m->keys, threads, memory, room);
+    free(memory);
     return 0;
 }

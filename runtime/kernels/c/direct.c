@@ -27,28 +27,23 @@ typedef struct {
     const int64_t *order, *source;  /* slots by expert; the index in x of each prepared activation */
     const Prepared *const *of_slot; /* the prepared activation of each entry of `order` */
     Prepared *prepared;
-    int64_t n_tasks, n_prepared;
-    atomic_llong next, next_prepared;
 } Run;
 
-static void prepare_all(void *argument) {
-    Run *run = argument;
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next_prepared, 1, memory_order_relaxed)) < run->n_prepared)
-        prepare(run->m, run->source[i], run->prepared + i);
+static void prepare_one(const void *of, int64_t number, void *room) {
+    const Run *run = of;
+    (void)room;
+    prepare(run->m, run->source[number], run->prepared + number);
 }
 
-static void run_tasks(void *argument) {
-    Run *run = argument;
+static void run_task(const void *of, int64_t number, void *room) {
+    const Run *run = of;
     const Gemm *m = run->m;
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n_tasks) {
-        const Task *task = run->tasks + i;
-        const Job *job = run->jobs + task->job;
-        for (int64_t row = task->from, end; row < task->to; row = end) {
-            end = least(row + UNIT, task->to);
-            loops_of(m, job->form)->rows(m, job, row, end, run->of_slot + job->first, run->order + job->first, job->count);
-        }
+    const Task *task = run->tasks + number;
+    const Job *job = run->jobs + task->job;
+    (void)room;
+    for (int64_t row = task->from, end; row < task->to; row = end) {
+        end = least(row + UNIT, task->to);
+        loops_of(m, job->form)->rows(m, job, row, end, run->of_slot + job->first, run->order + job->first, job->count);
     }
 }
 
@@ -135,50 +130,41 @@ typedef struct {
     const Gemm *m;
     const Job *batches;
     const int64_t *order;
-    uint8_t *room;
-    size_t own;
-    int64_t n;
-    atomic_llong next, seats;
 } Alone;
 
-static void run_alone(void *argument) {
-    Alone *run = argument;
+static void run_alone(const void *of, int64_t number, void *room) {
+    const Alone *run = of;
     const Gemm *m = run->m;
-    uint8_t *room = run->room + run->own * (size_t)atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n) {
-        const Job *job = run->batches + i;
-        const int64_t *slot = run->order + job->first;
-        const int needs = needs_of(m, job->form, job->count);
-        const Prepared **of_slot = (const Prepared **)room;
-        Prepared *prepared = (Prepared *)(of_slot + job->count);
-        uint8_t *at = room + (BESIDE * (size_t)job->count + 63) / 64 * 64;
-        for (int64_t k = 0; k < job->count; k++, at += prepared_size(m, needs)) {
-            place(m, needs, at, prepared + k);
-            prepare(m, slot[k] / m->share, prepared + k);
-            of_slot[k] = prepared + k;
-        }
-        for (int64_t row = 0; row < job->rows; row += UNIT)
-            loops_of(m, job->form)->rows(m, job, row, least(row + UNIT, job->rows), of_slot, slot, job->count);
+    const Job *job = run->batches + number;
+    const int64_t *slot = run->order + job->first;
+    const int needs = needs_of(m, job->form, job->count);
+    const Prepared **of_slot = room;
+    Prepared *prepared = (Prepared *)(of_slot + job->count);
+    uint8_t *at = (uint8_t *)room + (BESIDE * (size_t)job->count + 63) / 64 * 64;
+    for (int64_t k = 0; k < job->count; k++, at += prepared_size(m, needs)) {
+        place(m, needs, at, prepared + k);
+        prepare(m, slot[k] / m->share, prepared + k);
+        of_slot[k] = prepared + k;
     }
+    for (int64_t row = 0; row < job->rows; row += UNIT)
+        loops_of(m, job->form)->rows(m, job, row, least(row + UNIT, job->rows), of_slot, slot, job->count);
 }
 
 static void alone_product(const Gemm *m, const Job *jobs, int64_t n, int64_t slots, const int64_t *order, const Room *room,
                           uint8_t *at) {
     Job *batches = (Job *)at;
     const int64_t even = ceil_div(slots, 4 * m->threads * TOGETHER) * TOGETHER; /* so that threads end together */
-    Alone run = {.m = m, .batches = batches, .order = order, .room = at + room->lists, .own = room->own};
+    int64_t n_batches = 0;
     for (int64_t j = 0; j < n; j++) {
         const int64_t fit = (int64_t)((room->own - 64) / (prepared_size(m, needs_of(m, jobs[j].form, jobs[j].count)) + BESIDE));
         const int64_t most = least(fit / TOGETHER * TOGETHER, even);
         for (int64_t done = 0; done < jobs[j].count; done += most) {
             const int64_t here = least(most, jobs[j].count - done);
-            batches[run.n] = jobs[j], batches[run.n].first += done, batches[run.n++].count = here;
+            batches[n_batches] = jobs[j], batches[n_batches].first += done, batches[n_batches++].count = here;
         }
     }
-    atomic_init(&run.next, 0);
-    atomic_init(&run.seats, 0);
-    moepack_parallel(run_alone, &run, (int)least(run.n, m->threads));
+    const Alone run = {m, batches, order};
+    moepack_pieces(run_alone, &run, n_batches, m->threads, at + room->lists, room->own);
 }
 
 #define ALONE 65536 /* products that one thread computes in the time that waking another takes */
@@ -245,12 +231,9 @@ int moepack_direct_product(const Gemm *m, Job *jobs, int64_t n, int64_t slots, c
             const int64_t step = m->threads < 2 ? rows : UNIT * (share / batches[p].count + 1);
             for (int64_t row = 0; row < rows; row += step) tasks[n_tasks++] = (Task){p, row, least(row + step, rows)};
         }
-        Run run = {.m = m, .jobs = batches, .tasks = tasks, .order = order, .source = source, .prepared = prepared};
-        run.of_slot = of_slot, run.n_tasks = n_tasks, run.n_prepared = n_prepared;
-        atomic_init(&run.next, 0);
-        atomic_init(&run.next_prepared, 0);
-        moepack_parallel(prepare_all, &run, (int)least(n_prepared, m->threads));
-        moepack_parallel(run_tasks, &run, (int)least(n_tasks, least(m->threads, 1 + weights / ALONE)));
+        const Run run = {m, batches, tasks, order, source, of_slot, prepared};
+        moepack_pieces(prepare_one, &run, n_prepared, m->threads, 0, 0);
+        moepack_pieces(run_task, &run, n_tasks, least(m->threads, 1 + weights / ALONE), 0, 0);
     }
     return 0;
 }

@@ -9,7 +9,7 @@
 #include <immintrin.h>
 
 #define UNROLL _Pragma("GCC unroll 16")
-#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,fma")))
+#define WIDE AVX512_BF16
 #define INLINE WIDE static inline __attribute__((always_inline))
 
 static uint8_t bytes[2][128]; /* by code without its sign: the lower and upper byte of the BF16 number */

@@ -8,6 +8,12 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define HAVE_X86 1
+#define AVX2 __attribute__((target("avx2,fma")))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma")))
+#define AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,fma")))
+#define LEVELS_OF(of) {of##_plain, of##_avx2, of##_avx512}
+#else
+#define LEVELS_OF(of) {of##_plain}
 #endif
 
 enum { MIDPOINT, STORED, SYMMETRIC }; /* zero points: half the greatest code, one a group, 2^(bits-1) */
@@ -39,6 +45,11 @@ static inline int scales_of(const Form *f) {
 /* Whether codes are of two or three bits that make, with those before them in a row, the state of a trellis. */
 static inline int is_trellis(int bits) { return bits == TRELLIS2 || bits == TRELLIS3; }
 
+/* of(bits, ...) for each number of bits of integer codes. */
+#define INTEGER_CODES(of, ...) of(1, __VA_ARGS__) of(2, __VA_ARGS__) of(3, __VA_ARGS__) \
+    of(5, __VA_ARGS__) of(4, __VA_ARGS__) of(8, __VA_ARGS__)
+#define AS_CASE(bits, none) case bits:
+
 /* Whether there are kernels for a form. Every switch over codes has exactly these cases. */
 static inline int known(const Form *f) {
     const int bits = codes_of(f);
@@ -52,12 +63,7 @@ static inline int known(const Form *f) {
     case FP8_ROW: return f->group == 0;
     case TRELLIS2:
     case TRELLIS3: return f->group == 128;
-    case 8:
-    case 5:
-    case 4:
-    case 3:
-    case 2:
-    case 1: return f->group == 32 || f->group == 64 || f->group == 128;
+    INTEGER_CODES(AS_CASE, ) return f->group == 32 || f->group == 64 || f->group == 128;
     }
     return 0;
 }
@@ -305,6 +311,10 @@ int moepack_affine_heads(const Heads *m, int64_t threads);
 /* Call `work` on `threads` threads at once. A call may begin when others have done all the work. */
 void moepack_parallel(void (*work)(void *), void *argument, int threads);
 
+/* Call `piece` with every number below n, on up to `threads` threads, each of which has `each` bytes from `rooms` on. */
+typedef void Piece(const void *of, int64_t number, void *room);
+void moepack_pieces(Piece *piece, const void *of, int64_t n, int64_t threads, void *rooms, size_t each);
+
 /* The loops in use (product.c). */
 extern const Loops *moepack_floats, *moepack_fixed, *moepack_fp8[2]; /* fp8: for float32 and BF16 activations */
 extern Unpacking *moepack_unpacking;
@@ -325,11 +335,8 @@ typedef struct Delta Delta; /* delta.c */
 /* Runs linear attention by the gated delta rule. Returns 0; or 1 when memory is short, having done nothing. */
 int moepack_delta(const Delta *m, int64_t threads);
 
-/* Use plain C, AVX2 or AVX-512 (0, 1, 2) in small.c, delta.c, mamba.c and attention.c, which has AVX-512 BF16 too (3). */
-void moepack_small_level(int level);
-void moepack_delta_level(int level);
-void moepack_mamba_level(int level);
-void moepack_attend_level(int level);
+/* The index of the functions of LEVELS_OF that are used, and whether the processor multiplies BF16 (product.c). */
+extern int moepack_vectors, moepack_bf16;
 
 /* Use tiles up to `limit`, which the processor has: 0 none, 1 AVX-512 BF16, 2 AMX. Returns the level in use. */
 int moepack_tiles_level(int limit);

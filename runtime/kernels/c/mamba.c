@@ -50,7 +50,6 @@ typedef struct {
     float *rows; /* [TOKENS][channels], of the tokens from `from` to `to` */
     int64_t from, to, tasks;
     int stage;
-    atomic_llong next;
 } Run;
 
 static int64_t channels_of(const Mamba *m) { return m->heads * m->dim + 2 * m->groups * m->size; }
@@ -194,27 +193,15 @@ SMALL void task(const Run *run, int64_t i, Step *step) {
 
 static void task_plain(const Run *run, int64_t i) { task(run, i, step4); }
 #ifdef HAVE_X86
-__attribute__((target("avx2,fma"))) static void task_avx2(const Run *run, int64_t i) { task(run, i, step8); }
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512"))) static void task_avx512(
-    const Run *run, int64_t i) {
-    task(run, i, step16);
-}
+AVX2 static void task_avx2(const Run *run, int64_t i) { task(run, i, step8); }
+WHOLE512 static void task_avx512(const Run *run, int64_t i) { task(run, i, step16); }
 #endif
 
-static void (*chosen)(const Run *, int64_t) = task_plain;
+static void (*const tasks_of[])(const Run *, int64_t) = LEVELS_OF(task);
 
-void moepack_mamba_level(int level) {
-    chosen = task_plain;
-#ifdef HAVE_X86
-    if (level > 0) chosen = task_avx2;
-    if (level > 1) chosen = task_avx512;
-#endif
-}
-
-static void some(void *argument) {
-    Run *run = argument;
-    int64_t i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->tasks) chosen(run, i);
+static void one_task(const void *of, int64_t number, void *room) {
+    (void)room;
+    tasks_of[moepack_vectors](of, number);
 }
 
 /* `width` is at most WIDEST. Returns 0; or 1 when memory is short, having done nothing. */
@@ -229,8 +216,7 @@ int moepack_mamba(const Mamba *m, int64_t threads) {
                                  (run.to - run.from) * m->parts};
         for (run.stage = 0; run.stage < 3; run.stage++) {
             run.tasks = tasks[run.stage];
-            atomic_init(&run.next, 0);
-            moepack_parallel(some, &run, (int)least(threads, run.tasks));
+            moepack_pieces(one_task, &run, run.tasks, threads, 0, 0);
         }
     }
     free(run.rows);
@@ -238,8 +224,7 @@ int moepack_mamba(const Mamba *m, int64_t threads) {
 }
 
 void moepack_scan(const Scan *scan, int64_t threads) {
-    Run run = {.scan = scan, .tasks = scan->sequences * ((scan->channels + CHANNELS - 1) / CHANNELS)};
+    const Run run = {.scan = scan, .tasks = scan->sequences * ((scan->channels + CHANNELS - 1) / CHANNELS)};
     if (scan->sequences * scan->tokens * scan->channels * scan->size < 65536) threads = 1;
-    atomic_init(&run.next, 0);
-    moepack_parallel(some, &run, (int)least(threads, run.tasks));
+    moepack_pieces(one_task, &run, run.tasks, threads, 0, 0);
 }

@@ -13,7 +13,7 @@
 const Loops *moepack_floats = &moepack_floats_plain, *moepack_fixed = &moepack_fixed_plain;
 const Loops *moepack_fp8[2] = {&moepack_fp8_plain, &moepack_fp8_plain};
 Unpacking *moepack_unpacking = moepack_unpack_plain;
-int moepack_hints = 0;
+int moepack_hints = 0, moepack_vectors = 0, moepack_bf16 = 0;
 const char *moepack_affine_sources = MOEPACK_SOURCES; /* the digest of the files that this library is made of */
 
 /* Use instruction sets up to `limit`, a level of isa.h; returns the level in use. */
@@ -33,12 +33,9 @@ int moepack_affine_level(int limit) {
     }
     if (best >= ISA_AVX512_VNNI) moepack_fixed = &moepack_fixed_vnni;
 #endif
-    moepack_fp8[1] = best >= ISA_AVX512_BF16 ? &moepack_fp8_bf16 : moepack_fp8[0];
-    const int vectors = best < ISA_AVX2 ? 0 : best < ISA_AVX512 ? 1 : 2;
-    moepack_small_level(vectors);
-    moepack_delta_level(vectors);
-    moepack_mamba_level(vectors);
-    moepack_attend_level(best < ISA_AVX512_BF16 ? vectors : 3);
+    moepack_bf16 = best >= ISA_AVX512_BF16;
+    moepack_vectors = best < ISA_AVX2 ? 0 : best < ISA_AVX512 ? 1 : 2;
+    moepack_fp8[1] = moepack_bf16 ? &moepack_fp8_bf16 : moepack_fp8[0];
     const int below = (int)least(best, ISA_AVX512_VNNI);
     return below + moepack_tiles_level(best - below);
 }

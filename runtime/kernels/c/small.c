@@ -159,58 +159,49 @@ typedef struct {
 
 SET_OF(plain, )
 #ifdef HAVE_X86
-SET_OF(avx2, __attribute__((target("avx2,fma"))))
-SET_OF(avx512, __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"))))
+SET_OF(avx2, AVX2)
+SET_OF(avx512, AVX512)
 #endif
 
-static const Small *small = &small_plain;
-
-void moepack_small_level(int level) {
-    small = &small_plain;
-#ifdef HAVE_X86
-    if (level > 0) small = &small_avx2;
-    if (level > 1) small = &small_avx512;
-#endif
+static const Small *small(void) {
+    static const Small *const levels[] = LEVELS_OF(&small);
+    return levels[moepack_vectors];
 }
 
 void moepack_hadamard(void *row, int64_t cols, int bf16) {
     const int64_t block = least(cols & -cols, 256);
-    if (block >= 16) small->rotate(row, cols, block, bf16);
+    if (block >= 16) small()->rotate(row, cols, block, bf16);
 }
 
 void moepack_affine_norm(const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t rows, int64_t cols, int64_t form,
                          double epsilon) {
     const Norm m = {x, weight, out, rows, cols, form, (float)epsilon};
-    small->norm(&m);
+    small()->norm(&m);
 }
 
-void moepack_rope(const Rope *m) { small->rope(m); }
+void moepack_rope(const Rope *m) { small()->rope(m); }
 
-void moepack_silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) { small->silu_gate(x, out, rows, cols); }
+void moepack_silu_gate(const uint16_t *x, uint16_t *out, int64_t rows, int64_t cols) { small()->silu_gate(x, out, rows, cols); }
 
-void moepack_pair_gate(const uint16_t *x, uint16_t *out, int64_t n, float limit, float alpha) { small->pair_gate(x, out, n, limit, alpha); }
+void moepack_pair_gate(const uint16_t *x, uint16_t *out, int64_t n, float limit, float alpha) { small()->pair_gate(x, out, n, limit, alpha); }
 
 enum { PART = 16 }; /* rows of a unit of work */
 typedef struct {
     const float *weight, *x;
     float *out;
     int64_t tokens, rows, cols;
-    atomic_llong next;
-} RowsRun;
+} Product;
 
-static void rows_some(void *argument) {
-    RowsRun *run = argument;
-    const int64_t rows = run->rows, cols = run->cols;
-    int64_t first;
-    while ((first = PART * atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < rows)
-        for (int64_t t = 0; t < run->tokens; t++)
-            small->rows_by(run->weight + first * cols, run->x + t * cols, run->out + t * rows + first,
-                           least(PART, rows - first), cols);
+static void some_rows(const void *of, int64_t number, void *room) {
+    const Product *m = of;
+    const int64_t first = PART * number, rows = m->rows, cols = m->cols;
+    (void)room;
+    for (int64_t t = 0; t < m->tokens; t++)
+        small()->rows_by(m->weight + first * cols, m->x + t * cols, m->out + t * rows + first, least(PART, rows - first), cols);
 }
 
 /* out [tokens][rows] = x [tokens][cols] times weight [rows][cols], in float32. */
 void moepack_rows(const float *weight, const float *x, float *out, int64_t tokens, int64_t rows, int64_t cols, int64_t threads) {
-    RowsRun run = {.weight = weight, .x = x, .out = out, .tokens = tokens, .rows = rows, .cols = cols};
-    atomic_init(&run.next, 0);
-    moepack_parallel(rows_some, &run, (int)least(threads, ceil_div(rows, PART)));
+    const Product m = {weight, x, out, tokens, rows, cols};
+    moepack_pieces(some_rows, &m, ceil_div(rows, PART), threads, 0, 0);
 }

@@ -6,6 +6,10 @@
 
 #include "lanes.h"
 
+#ifdef HAVE_X86
+#define WHOLE512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,prefer-vector-width=512")))
+#endif
+
 /* BF16 numbers of tokens' heads of keys: that of token t and head h begins at `at + t * row + h * step`. */
 typedef struct {
     const uint16_t *at;

@@ -116,12 +116,37 @@ void moepack_parallel(void (*work)(void *), void *argument, int threads) {
     parallel(with_denormals, &task, threads);
 }
 
+typedef struct {
+    Piece *piece;
+    const void *of;
+    int64_t n;
+    uint8_t *rooms;
+    size_t each;
+    atomic_llong next, seats;
+} Pieces;
+
+static void some_pieces(void *argument) {
+    Pieces *run = argument;
+    uint8_t *room = run->rooms;
+    if (run->each) room += run->each * (size_t)atomic_fetch_add_explicit(&run->seats, 1, memory_order_relaxed);
+    int64_t i;
+    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < run->n) run->piece(run->of, i, room);
+}
+
+void moepack_pieces(Piece *piece, const void *of, int64_t n, int64_t threads, void *rooms, size_t each) {
+    Pieces run = {.piece = piece, .of = of, .n = n, .rooms = rooms, .each = each};
+    atomic_init(&run.next, 0);
+    atomic_init(&run.seats, 0);
+    moepack_parallel(some_pieces, &run, (int)least(threads, n));
+}
+
 /* ---- reading memory only: a lower bound of the time of kernels that read as many bytes */
+enum { PIECE = 1 << 17 };
 typedef struct {
     const uint8_t *const *at;
-    int64_t n, size;
-    atomic_llong next, total;
-} ReadRun;
+    int64_t size;
+    atomic_llong *total;
+} Reading;
 
 #ifdef __x86_64__
 __attribute__((target("avx2"))) static int64_t read_avx2(const uint8_t *at, int64_t size) {
@@ -145,27 +170,26 @@ static int64_t read_c(const uint8_t *at, int64_t size) {
     return (int64_t)sum;
 }
 
-static void read_all(void *argument) {
-    enum { PIECE = 1 << 17 };
-    ReadRun *run = argument;
-    int64_t pieces = ceil_div(run->size, PIECE), i;
-    while ((i = atomic_fetch_add_explicit(&run->next, 1, memory_order_relaxed)) < pieces * run->n) {
-        const uint8_t *at = run->at[i / pieces] + i % pieces * PIECE;
-        int64_t left = run->size - i % pieces * PIECE, size = left < PIECE ? left : PIECE, sum;
+static void read_piece(const void *of, int64_t number, void *room) {
+    const Reading *run = of;
+    const int64_t pieces = ceil_div(run->size, PIECE), first = number % pieces * PIECE;
+    const uint8_t *at = run->at[number / pieces] + first;
+    const int64_t size = least(PIECE, run->size - first);
+    int64_t sum;
+    (void)room;
 #ifdef __x86_64__
-        sum = __builtin_cpu_supports("avx2") ? read_avx2(at, size) : read_c(at, size);
+    sum = __builtin_cpu_supports("avx2") ? read_avx2(at, size) : read_c(at, size);
 #else
-        sum = read_c(at, size);
+    sum = read_c(at, size);
 #endif
-        atomic_fetch_add_explicit(&run->total, sum, memory_order_relaxed);
-    }
+    atomic_fetch_add_explicit(run->total, sum, memory_order_relaxed);
 }
 
 /* Read `size` bytes at each of n addresses; returns a sum, so that the compiler keeps every read. */
 int64_t moepack_affine_read(const uint8_t *const *at, int64_t n, int64_t size, int64_t threads) {
-    ReadRun run = {.at = at, .n = n, .size = size};
-    atomic_init(&run.next, 0);
-    atomic_init(&run.total, 0);
-    moepack_parallel(read_all, &run, (int)threads);
-    return atomic_load(&run.total);
+    atomic_llong total;
+    atomic_init(&total, 0);
+    const Reading run = {at, size, &total};
+    moepack_pieces(read_piece, &run, ceil_div(size, PIECE) * n, threads, 0, 0);
+    return atomic_load(&total);
 }

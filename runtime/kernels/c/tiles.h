@@ -1,9 +1,9 @@
 /* Fills the tiles of affine_tiles.c: with activations, and with an expert's codes or weights. AVX-512 with VBMI and BF16. */
-#include <immintrin.h>
-
-#define UNROLL _Pragma("GCC unroll 16")
-#define WIDE __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,fma")))
+#define WIDE AVX512_BF16
 #define INLINE WIDE static inline __attribute__((always_inline))
+#define NAME(x) x
+#include "avx512.h"
+#include "codes.h"
 
 /* ---- arranging activations in tiles */
 INLINE __mmask32 of_step(int64_t cols, int64_t step) { /* the columns of a step inside the matrix */
@@ -47,37 +47,17 @@ WIDE static void arrange(const Gemm *m, const int64_t *slot, int64_t n, int turn
     }
 }
 
-INLINE __m512 bf16_row(const uint16_t *p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
-}
-
-INLINE __m512 half_row(const uint16_t *p) { /* as HALF of affine_rows.h; FP16 numbers */
-    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-}
-
-INLINE __m512i byte_row(const uint8_t *p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)); }
-
-INLINE __m512 e4m3_low(__m512i w) { /* the low byte of each word */
-    __m512i bits = _mm512_and_si512(_mm512_srai_epi32(_mm512_slli_epi32(w, 24), 4), _mm512_set1_epi32((int)0x87F00000));
-    return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(0x1p120f));
-}
-
 /* Scales of group g of a block's 16 rows. */
 INLINE __m512 scale_row(const Form *f, const uint8_t *base, int64_t block, int64_t groups, int64_t g) {
     const int64_t at = (block * groups + g) * BLOCK;
     const uint8_t *scale = base + f->scale;
-    if (scales_of(f) == OF_HALF) return half_row((const uint16_t *)scale + at);
-    if (scales_of(f) == OF_BYTE) /* as E3M5 of affine_rows.h */
-        return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(byte_row(scale + at), 18), _mm512_set1_epi32(0x3F800000)));
+    const int of = scales_of(f), item = f->bits == MXFP4 || f->bits == NVFP4 || of == OF_BYTE ? 1 : 2;
     switch (f->bits) {
-    case MXFP4:
-    case MXFP8:
-        return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_slli_epi32(byte_row(scale + at), 23), _mm512_set1_epi32(1 << 22)));
-    case NVFP4: return e4m3_low(byte_row(scale + at));
-    case FP8: return _mm512_set1_ps(((const float *)scale)[block * groups + g]);
-    case FP8_ROW: return _mm512_loadu_ps((const float *)scale + block * BLOCK);
+    case MXFP8: return POW2(scale + at);
+    case FP8: return SET(((const float *)scale)[block * groups + g]);
+    case FP8_ROW: return LOADF((const float *)scale + block * BLOCK);
     }
-    return bf16_row((const uint16_t *)scale + at);
+    return SCALE(f->bits, of, scale + at * item);
 }
 
 /* ---- weights
@@ -87,10 +67,6 @@ INLINE __m512 scale_row(const Form *f, const uint8_t *base, int64_t block, int64
 INLINE __m512i fields(int at, int apart) {
     uint64_t a = (uint64_t)at % 64, b = (uint64_t)(at + apart) % 64;
     return _mm512_set1_epi64((int64_t)(a | b << 16 | (a + 32) % 64 << 32 | (b + 32) % 64 << 48));
-}
-
-INLINE __m512 byte_code(__m512i w) { /* (w & 255) - 127.5, which has 8 significant bits, as BF16 has */
-    return _mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_and_si512(w, _mm512_set1_epi32(255))), _mm512_set1_ps(127.5f));
 }
 
 /* Unpack codes of 16 rows, steps [from, from + n), into tiles B that lie 2 tiles apart. Codes count from the middle of
@@ -114,10 +90,10 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
             _mm_prefetch((const char *)(low + (word + 24) * BLOCK), _MM_HINT_T0);
             UNROLL for (int i = 0; i < 16 / p; i++) {
                 const int pair = k * (16 / p) + i;
-                if (p == 8) { /* no table holds 256: halves of floats, whose lower ones are 0 */
+                if (p == 8) { /* no table holds 256: halves of floats, whose lower ones are 0, as codes have 8 bits */
                     const __m512i one = _mm512_srli_epi32(w, 16 * i), two = _mm512_srli_epi32(w, 16 * i + 8);
-                    __m512i even = _mm512_castps_si512(bits == 8 ? byte_code(one) : e4m3_low(one));
-                    __m512i odd = _mm512_castps_si512(bits == 8 ? byte_code(two) : e4m3_low(two));
+                    __m512i even = _mm512_castps_si512(bits == 8 ? CODE8(one) : E4M3_LOW(one));
+                    __m512i odd = _mm512_castps_si512(bits == 8 ? CODE8(two) : E4M3_LOW(two));
                     _mm512_storeu_si512(out + 64 * pair, _mm512_or_si512(_mm512_srli_epi32(even, 16), odd));
                     continue;
                 }
@@ -130,20 +106,6 @@ INLINE void codes(const int bits, const Gemm *m, const Form *f, const uint8_t *b
             }
         }
     }
-}
-
-/* The next weight of a trellis in units of its scale: next_level of affine_rows.h. */
-INLINE __m512 next_level(const int bits, __m512i state[2], __m512i w, __m512i h) {
-    const __m512i by = _mm512_set1_epi16(TRELLIS_BY), three = _mm512_set1_epi32(3), one = _mm512_set1_epi32(1);
-    state[0] = _mm512_or_si512(_mm512_srli_epi32(state[0], 2), _mm512_slli_epi32(_mm512_and_si512(w, three), 14));
-    __m512i whole = state[0];
-    if (bits == TRELLIS3) {
-        state[1] = _mm512_or_si512(_mm512_srli_epi32(state[1], 1), _mm512_slli_epi32(_mm512_and_si512(h, one), 7));
-        whole = _mm512_xor_si512(whole, state[1]);
-    }
-    const __m512i means = _mm512_avg_epu8(_mm512_mullo_epi16(whole, by), _mm512_mulhi_epu16(whole, by));
-    const __m512i level = _mm512_maddubs_epi16(means, _mm512_set1_epi8(1));
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(level, _mm512_set1_epi32(TRELLIS_ZERO)));
 }
 
 /* As codes(), but scale * (code - zero) in float32, rounded to BF16, without an outer scale. BF16 holds FP4 codes and
@@ -179,8 +141,7 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
         __m512 less = _mm512_setzero_ps();
         if (f->zeros == SYMMETRIC) less = _mm512_mul_ps(by, _mm512_set1_ps(0.5f));
         if (f->zeros == STORED) {
-            __m512 z = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(zero + g * BLOCK))));
-            less = _mm512_mul_ps(by, _mm512_fmadd_ps(z, unit, middle));
+            less = _mm512_mul_ps(by, _mm512_fmadd_ps(BYTES(zero + g * BLOCK), unit, middle));
         }
         __m512i h = two_planes(bits) ? _mm512_loadu_si512(high + s * BLOCK) : _mm512_setzero_si512();
         UNROLL for (int k = 0; k < words; k++) {
@@ -191,13 +152,15 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
             UNROLL for (int i = 0; i < 16 / words; i++) {
                 __m512 v[2];
                 UNROLL for (int j = 0; j < 2; j++) {
-                    __m512 code = bits == 8          ? byte_code(w)
-                                  : p == 8           ? e4m3_low(w)
-                                  : is_trellis(bits) ? next_level(bits, state, w, h)
+                    __m512 code = bits == 8          ? CODE8(w)
+                                  : p == 8           ? E4M3_LOW(w)
+                                  : is_trellis(bits) ? next_level(bits, state, &w, &h)
                                                      : _mm512_permutexvar_ps(w, codes);
-                    if (bits == 3 || bits == 5) code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far));
-                    if (two_planes(bits)) h = _mm512_srli_epi32(h, 1);
-                    w = _mm512_srli_epi32(w, p);
+                    if (bits == 3 || bits == 5) {
+                        code = _mm512_add_ps(code, _mm512_permutexvar_ps(h, far));
+                        h = _mm512_srli_epi32(h, 1);
+                    }
+                    if (!is_trellis(bits)) w = _mm512_srli_epi32(w, p);
                     v[j] = _mm512_fmsub_ps(by, code, less);
                 }
                 __m512i both = (__m512i)_mm512_cvtne2ps_pbh(v[1], v[0]);
@@ -208,28 +171,24 @@ INLINE void weights(const int bits, const Gemm *m, const Form *f, const uint8_t 
 }
 
 /* Unpack up to 32 rows from `row` on into tiles B; the tiles of the two blocks of rows alternate. */
+#define PANEL_CASE(bits, name) \
+    case bits: name(bits, m, f, base, row, from, n, out); break;
 #define PANEL(name, more) \
     WIDE static void name##_panel(const Gemm *m, const Form *f, const uint8_t *base, int64_t rows, int64_t row, int64_t from, \
                                   int64_t n, uint8_t *out) { \
         for (int k = 0; k < 2 && row < rows; k++, row += BLOCK, out += TILE) switch (codes_of(f)) { \
-            case 1: name(1, m, f, base, row, from, n, out); break; \
-            case 2: name(2, m, f, base, row, from, n, out); break; \
-            case 3: name(3, m, f, base, row, from, n, out); break; \
-            case 5: name(5, m, f, base, row, from, n, out); break; \
-            case 4: name(4, m, f, base, row, from, n, out); break; \
-            case 8: name(8, m, f, base, row, from, n, out); break; \
+            INTEGER_CODES(PANEL_CASE, name) \
             case FP8: \
             case FP8_ROW: \
-            case MXFP8: name(MXFP8, m, f, base, row, from, n, out); break; \
-            case MXFP4: name(MXFP4, m, f, base, row, from, n, out); break; \
-            case NVFP4: name(NVFP4, m, f, base, row, from, n, out); break; \
+            PANEL_CASE(MXFP8, name) \
+            PANEL_CASE(MXFP4, name) \
+            PANEL_CASE(NVFP4, name) \
             more \
             } \
     }
 
 PANEL(codes, )
-PANEL(weights, case TRELLIS2: weights(TRELLIS2, m, f, base, row, from, n, out); break;
-               case TRELLIS3: weights(TRELLIS3, m, f, base, row, from, n, out); break;)
+PANEL(weights, PANEL_CASE(TRELLIS2, weights) PANEL_CASE(TRELLIS3, weights))
 
 /* Copy 32 rows of a BF16 matrix into tiles A; tiles of the two blocks alternate. Missing rows and columns become 0. */
 WIDE static void copy_panel(const Gemm *m, const uint16_t *weight, int64_t rows, int64_t row, int64_t from, int64_t n,

@@ -1,7 +1,5 @@
 """Allocators: against brute force on small cases, exact where they promise it, never past the budget."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

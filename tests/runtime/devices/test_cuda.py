@@ -1,7 +1,5 @@
 """The CUDA device over a GPU that is not there (fake_cuda.py), and over one where there is one."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

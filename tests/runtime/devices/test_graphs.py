@@ -1,7 +1,5 @@
 """Captures of CUDA graphs: on which stream, in which order, and what a failed one leaves. Stand-ins play torch.cuda."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

@@ -62,6 +62,11 @@ def by_plain_code():
 
 
 @pytest.fixture
+def page():
+    return rows()
+
+
+@pytest.fixture
 def row(request, bundle):
     marker = request.node.get_closest_marker("row")
     for library in marker.kwargs.get("needs", ()):

@@ -1,6 +1,7 @@
 """How programs load a bundle (docs/in-other-programs.md, "Loading")."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -34,9 +35,13 @@ def test_keywords(row, bundle, same):
 def test_config(row, bundle, same):
     config = MoepackConfig(policy="static:w3")
     assert from_path(bundle, quantization_config=config).moepack.versions[0][0] == "w3"
-    model = from_path(bundle, quantization_config=MoepackConfig(**HOT))
-    assert same(model) and model.moepack.budget_bytes == 30_000_000
+    with warnings.catch_warnings():  # options beside a config are merged without one
+        warnings.simplefilter("error")
+        model = from_path(bundle, quantization_config=MoepackConfig(**HOT), kv_tokens=64)
+    assert same(model) and model.moepack.budget_bytes == 30_000_000 and model.moepack.fixed.kv == 64 * 1024
     model.moepack.close()
+    with pytest.raises(InputError, match="workload has no tokens: kv_tokens, batch"):
+        MoepackConfig(workload={"tokens": 1})
 
 
 @pytest.mark.row("`from_pretrained(bundle)` with `MOEPACK_POLICY`, `MOEPACK_DEVICE_MEMORY`")

@@ -1,7 +1,5 @@
 """The host tier: the bits of one call whatever is where, its rate, its threads, and what fails on it."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """A layer on a GPU waits for nothing: shown on a device without values, where whatever asks for one fails."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

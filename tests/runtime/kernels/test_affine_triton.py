@@ -1,7 +1,5 @@
 """The GPU's grouped product against float64: on the device where there is one, else through Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expert_layers import (

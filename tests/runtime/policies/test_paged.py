@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from moepack.pack.errors import InputError
 from moepack.pack.spec import Version
 from moepack.runtime.policies.contract import Interval, LayerReached, Needs, Setting, read_options
 from moepack.runtime.policies.paged import CODED, DECODED, Paged, PagedOptions, Shares, pass_seconds
-from moepack.runtime.policies.placements import Placement, Where, read_placement
 from moepack.runtime.policies.registry import parse_policy
 
 LAYERS, EXPERTS = 3, 8
@@ -238,23 +236,8 @@ def test_what_a_layer_needs_is_decoded_by_a_policy_that_began_amid_passes():
 # --- what users write
 
 
-def test_options_and_ladders():
-    policy = parse_policy("paged:alpha=0.5,theta=0.8,interval=0.1,stagger=no", True)
-    assert policy.options == PagedOptions(alpha=0.5, theta=0.8, interval=0.1, stagger="no")
-    assert [str(x) for x in policy.options.ladders(VERSIONS)[0]] == ["bf16", "bf16@packed", "stored"]
-    pinned = parse_policy("paged:lo=pinned", True).options
-    assert [str(x) for x in pinned.ladders(VERSIONS)[0]] == ["bf16", "bf16@packed", "bf16@packed-pinned"]
-    assert policy.options.on_demand and policy.options.layers_held == 2 and not pinned.on_demand
+def test_what_is_written_is_what_it_takes():
+    options = parse_policy("paged:alpha=0.5,theta=0.8,interval=0.1,stagger=no", True).options
+    assert options == PagedOptions(alpha=0.5, theta=0.8, interval=0.1, stagger="no")
+    assert options.on_demand and options.layers_held == 2 and not parse_policy("paged:lo=pinned").options.on_demand
     assert Paged(setting(), PagedOptions()).needs == Needs(interval=0.125, layers=True, timings=True)
-    with pytest.raises(InputError, match="no lossless version to page: here are w4"):
-        PagedOptions().ladders(VERSIONS[1:])
-
-
-def test_placements_by_name():
-    released = [Version.of("mxfp4"), Version.of("w2", 64)]
-    assert str(read_placement("bf16@packed", VERSIONS)) == "bf16@packed"
-    for name in ("mxfp4@packed", "w2@stored"):
-        with pytest.raises(InputError, match=f"has no '{name}': here are mxfp4, w2, .*whose codes are entropy-coded"):
-            read_placement(name, released)
-    with pytest.raises(ValueError, match="mxfp4 is served as it is stored: it has no packed form"):
-        Placement(released[0], Where.PACKED)

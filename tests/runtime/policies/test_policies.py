@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from moepack.runtime.planning.capacity import even_bytes, even_room
 from moepack.runtime.policies.contract import Changes, Interval, LayerReached, Setting
 from moepack.runtime.policies.hotness import Hotness, HotnessOptions
 from moepack.runtime.policies.lru import Recent
-from moepack.runtime.policies.placements import ABSENT, Placement
+from moepack.runtime.policies.placements import ABSENT, STORED, Placement, Where, read_placement
 from moepack.runtime.policies.registry import parse_policy
 from moepack.runtime.trace import Record, TraceWriter, read_trace
 
@@ -236,11 +237,13 @@ def test_options_are_checked(text, word):
         ("prefill:bits=4.1", "bits=4.1: an average is from 2 to 4"),
         ("prefill:bits=3,selector=no", "bits=3 with selector=no: one of the widths here, 4, 2"),
         ("prefill:hi=w3", "no version 'w3': here are bf16, w4, w2"),
+        ("prefill", "no version of 4 to 1 bits under bf16"),
+        ("paged", "no lossless version to page: here are w4, w2"),
     ],
 )
 def test_ladders_need_versions_that_are_here(text, word):
     with pytest.raises(InputError, match=word):
-        parse_policy(text).options.ladders(VERSIONS)
+        parse_policy(text).options.ladders({"paged": VERSIONS[1:], "prefill": VERSIONS[:1]}.get(text, VERSIONS))
 
 
 @pytest.mark.parametrize("policy", ["hotness", "lru", "uniform", "random", "paged", "prefill", "importance"])
@@ -249,17 +252,68 @@ def test_these_need_a_budget(policy):
         parse_policy(policy, in_budget=False)
 
 
+EVERY = "bf16 w4 w3 w2 w1"
+FEW = "bf16 w4 w2"
+
+
+@pytest.mark.parametrize(
+    ("text", "here", "ladders"),
+    [
+        ("hotness:lo=absent", FEW, ["bf16 w4 w2 absent", "w4 w2 absent", "w2 absent"]),
+        ("hotness:hi=w4,lo=absent", FEW, ["w4 w2 absent"]),
+        ("hotness:lo=absent,between=no", FEW, ["bf16 absent", "w4 absent", "w2 absent"]),
+        ("hotness:lo=stored", FEW, ["w4 w2 stored"]),
+        ("hotness:lo=stored", "bf16 w4d5 w4 w2", ["w4d5 w4 w2 stored"]),
+        ("hotness:lo=stored,between=no", FEW, ["w4 stored"]),
+        ("hotness:hi=bf16,lo=stored", FEW, ["bf16 w4 w2 stored"]),
+        ("hotness:hi=w2,lo=stored", FEW, ["w2 stored"]),
+        ("importance", EVERY, ["w4 w2 absent"]),
+        ("importance", "bf16 w4d5 w3d4 w2d3", ["w4d5 w2d3 absent"]),
+        ("importance", "bf16 w3", ["w3 absent"]),
+        ("importance", "bf16", ["bf16 absent"]),
+        ("importance:lo=absent", EVERY, ["w4 absent"]),
+        ("importance:hi=bf16,lo=w3", EVERY, ["bf16 w3 absent"]),
+        ("importance:hi=w3", "bf16 w4 w3 w2", ["w3 w2 absent"]),
+        ("importance:hi=w2", FEW, ["w2 absent"]),
+        ("lru:lo=absent", FEW, ["bf16 absent"]),
+        ("lru:hi=w4,lo=absent", FEW, ["w4 absent"]),
+        ("prefill", FEW, ["bf16 w4@host w2@host"]),
+        ("prefill:hi=w3,bits=2", EVERY, ["w3 w3@host w2@host w1@host"]),
+        ("paged", FEW, ["bf16 bf16@packed stored"]),
+        ("paged:lo=pinned", FEW, ["bf16 bf16@packed bf16@packed-pinned"]),
+    ],
+)
+def test_ladders(text, here, ladders):
+    versions = [Version.of(name, 64 if re.fullmatch(r"w\d", name) else 0) for name in here.split()]
+    parsed = parse_policy(text)
+    assert [" ".join(map(str, found)) for found in parsed.options.ladders(versions)] == ladders and str(parsed) == text
+
+
+def test_what_options_ask_of_the_runtime():
+    given = {text: parse_policy(text).options for text in ("lru", "hotness:lo=w2", "hotness:lo=absent")}
+    blocking = {text: parse_policy(text).options for text in ("lru:lo=absent", "hotness:lo=stored", "importance")}
+    assert not any(of.on_demand for of in given.values()) and all(of.on_demand for of in blocking.values())
+    assert all(of.keeps_low and not of.spare_blocks for of in (given["hotness:lo=absent"], *blocking.values()))
+    assert blocking["hotness:lo=stored"].bytes_per_second is None
+    assert parse_policy("importance:rate=16000").options.bytes_per_second == 16e9
+    assert parse_policy("importance:by=counts").options.workspace == (0, 0) < blocking["importance"].workspace
+
+
+def test_placements_by_name():
+    released = [Version.of("mxfp4"), Version.of("w2", 64)]
+    assert str(read_placement("bf16@packed", VERSIONS)) == "bf16@packed"
+    assert read_placement("stored", VERSIONS) == STORED != ABSENT
+    for name in ("mxfp4@packed", "w2@stored"):
+        with pytest.raises(InputError, match=f"has no '{name}': here are mxfp4, w2, .*whose codes are entropy-coded"):
+            read_placement(name, released)
+    with pytest.raises(ValueError, match="mxfp4 is served as it is stored: it has no packed form"):
+        Placement(released[0], Where.PACKED)
+    with pytest.raises(ValueError, match="stored expert has no version"):
+        Placement(None)
+
+
 def test_below_the_lowest_version_experts_may_be_absent():
     """Nobody waits for one that is absent: its tokens are counted, and it comes at the next decision."""
-
-    def ladders(text):
-        return [tuple(map(str, found)) for found in parse_policy(f"hotness:{text}").options.ladders(VERSIONS)]
-
-    assert ladders("lo=absent") == [("bf16", "w4", "w2", "absent"), ("w4", "w2", "absent"), ("w2", "absent")]
-    assert ladders("hi=w4,lo=absent") == [("w4", "w2", "absent")]
-    assert ladders("lo=absent,between=no") == [("bf16", "absent"), ("w4", "absent"), ("w2", "absent")]
-    options = parse_policy("hotness:lo=absent").options
-    assert options.keeps_low and not options.on_demand and options.spare_blocks == 0
     losses = [[[0.0, 1.0, 9.0]] * 3]
     given = replace(setting([3], (2, 1, 0), losses=losses), ladder=tuple(map(Placement, VERSIONS[:2])) + (ABSENT,))
     policy = Hotness(given, HotnessOptions(lo="absent", interval=1.0, alpha=0.0, anchor=0.0))

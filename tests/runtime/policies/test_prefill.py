@@ -17,11 +17,9 @@ from moepack.runtime.policies.contract import (
     SequenceEnded,
     Setting,
 )
-from moepack.runtime.policies.maps import uniform_map
+from moepack.runtime.policies.maps import random_map, uniform_map
 from moepack.runtime.policies.prefill import Prefill, PrefillOptions
-from moepack.runtime.policies.random_map import random_map
 from moepack.runtime.policies.reducers import GATES
-from moepack.runtime.policies.registry import parse_policy
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))
 FALLING = [0.0, 1.0, 2.0, 4.0, 8.0]  # what a token loses at each placement
@@ -144,16 +142,6 @@ def test_a_budget_that_shrinks_lessens_k_at_once():
     assert made.decide(passed([4 * SIZE], [4])) is None, "more is seen when the next sequence decodes"
     made.decide(read(1, [[1, 1, 1, 1]]))
     assert Counter(made.decide(begins(1, [4 * SIZE])).values()) == {0: 4}
-
-
-def test_the_hosts_widths_are_those_here():
-    (ladder,) = PrefillOptions().ladders(VERSIONS[:2] + VERSIONS[3:4])
-    assert [str(p) for p in ladder] == ["bf16", "w4@host", "w2@host"]
-    (ladder,) = PrefillOptions(hi="w3", bits=2).ladders(VERSIONS)
-    assert [str(p) for p in ladder] == ["w3", "w3@host", "w2@host", "w1@host"]
-    with pytest.raises(InputError, match="no version of 4 to 1 bits under bf16"):
-        PrefillOptions().ladders(VERSIONS[:1])
-    assert str(parse_policy("prefill:bits=2,k=4")) == "prefill:bits=2,k=4"
 
 
 def test_random_has_the_bytes_of_uniform(bundle):

@@ -4,8 +4,6 @@ The faults: blocks of 4 KiB pages that the system refuses to take back, so that 
 the system rounds up to whole pages, which clears a neighbour's bytes.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -24,7 +24,6 @@ from moepack.runtime.planning.fixed import page_entries
 from moepack.runtime.planning.plan import make_plan, pinned_bytes
 from moepack.runtime.policies.placements import Where
 from moepack.runtime.policies.registry import parse_policy
-from moepack.runtime.residency import kv_reserve
 from moepack.runtime.residency.manager import ResidencyManager
 from moepack.runtime.store import files
 from moepack.runtime.store.cudart import MAPPED, PORTABLE, Cudart
@@ -59,21 +58,6 @@ def test_wherever_they_are_the_bits_are_the_same(small, want, monkeypatch):
     assert 0 < at(model, "w4") < 24 and at(model, "w4") + at(model, "w4@pinned") == 24
     assert model.moepack.counters()["forward_waits"] == 0 and not read
     assert live.tracker.peak <= live.tracker.budget and live.host.reserved == 24 * live.plan.blocks[0][-1]
-
-
-def test_a_cache_takes_their_device_memory_at_once(small, want, monkeypatch):
-    """All stay in host memory: nothing has to be copied for the others to leave."""
-    monkeypatch.setattr(kv_reserve, "LINGER", 1e9)  # what no cache needs is kept
-    model = load(small, HOT.replace("prior=none,", ""), room=ROOM, **ALL)
-    live = model.moepack.manager
-    wait_for(lambda: at(model, "w4") > 3, lambda: logits(model, ids(1, 9)))
-    with live.transitions.lock:  # no promotion begins meanwhile, nor is one under way
-        live.device.rest()
-        moved = live.device.moved
-        live.grow_kv(live.tracker.budget - live.plan.fixed - 4096)
-    wait_for(lambda: not live.transitions.kv_asked, lambda: logits(model, ids(1, 9)))
-    assert at(model, "w4") == 0 and live.device.moved == moved
-    assert torch.equal(logits(model, ids(9, 9)), want[9])
 
 
 def test_on_a_gpu(small, gpu, monkeypatch):

@@ -4,12 +4,11 @@ import json
 import re
 import runpy
 import sys
-import urllib.error
 from pathlib import Path
 
 import pytest
 import torch
-from server_fixtures import NAME, post
+from server_fixtures import NAME
 from support import at_once
 
 openai = pytest.importorskip("openai")
@@ -246,18 +245,6 @@ def test_models_and_errors(running):
     assert 3 + most < context, "the budget is the limit here"
     with pytest.raises(openai.BadRequestError, match=f"{most + 3} tokens, which the memory budget holds now"):
         complete(client, prompt=[5] * (most + 4))
-
-
-@pytest.mark.parametrize("given", ({}, {"model": None}))
-def test_without_a_name_the_served_model_answers(running, given):
-    """Chats have to name it, as OpenAI's do."""
-    found = json.loads(
-        post(f"{running.url}/v1/completions", {**given, "prompt": PROMPT, "max_tokens": 3, "temperature": 0})
-    )
-    assert found["model"] == NAME and found["usage"]["completion_tokens"] == 3
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post(f"{running.url}/v1/chat/completions", {**given, "messages": SAID})
-    assert caught.value.code == 400 and json.load(caught.value)["error"]["param"] == "model"
 
 
 def test_a_client_that_vanishes_frees_its_slot(running):

@@ -128,10 +128,10 @@ class Metrics(Collector):
         if limit < UNLIMITED:  # otherwise experts make room, and there is nothing that could be full
             share = scheduler.cached_tokens / limit
             vllm.append((GaugeMetricFamily, "kv_cache_usage_perc", "Share of --max-kv-tokens.", share))
-        for kind, name, what, value in vllm:
-            family = kind(f"vllm:{name}", what, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+        for family, name, what, number in vllm:
+            made = family(f"vllm:{name}", what, labels=LABELS)
+            made.add_metric(self._labels, number)
+            yield made
 
 
 _WHAT = {

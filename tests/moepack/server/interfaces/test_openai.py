@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from server_fixtures import NAME
-from support import at_once
 
 openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).resolve().parents[4]
 PROMPT = "The history of"
 GREEDY = {"model": NAME, "temperature": 0}
-WORDS = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
 SAID = [{"role": "user", "content": "Tell me a story"}]
 
 
@@ -40,26 +38,6 @@ def test_greedy_is_what_the_model_says(exact, plain, tokenizer):
         logs = torch.log_softmax(plain(wanted).logits[0, 2:-1], -1)
     best = logs.gather(1, wanted[0, 3:, None])[:, 0]
     assert out.choices[0].logprobs.token_logprobs == pytest.approx(best.tolist(), abs=1e-4)
-
-
-def test_beside_others_an_answer_is_what_it_is_alone(exact, plain, tokenizer):
-    """Greedy tokens in float32 equal those of plain transformers, also for prompts longer than a step."""
-    prompts = [" ".join((WORDS * 12)[n : n + 1 + 9 * n]) for n in range(12)]
-    found = {}
-    client = exact.client()
-
-    def one(n):
-        found[n] = complete(client, prompt=prompts[n], max_tokens=30, extra_body={"ignore_eos": True}).choices[0].text
-
-    steps = exact.server.scheduler.totals.steps
-    at_once(one, 12)
-    assert exact.server.scheduler.totals.steps - steps < 12 * 30 / 3  # they did share passes
-    for n, prompt in enumerate(prompts):
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        wanted = plain.generate(
-            ids, max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None
-        )
-        assert found[n] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True), prompt
 
 
 def test_a_stream_says_the_same(client):

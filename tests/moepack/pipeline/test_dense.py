@@ -111,6 +111,29 @@ def test_losses_are_those_of_windows_that_were_held_out(dense, checkpoint, text)
         assert inner == pytest.approx([PASSED * signal[f"model.layers.{block}.{last}"]] * len(inner)) and inner
 
 
+def test_a_part_is_gone_on_with_where_it_stopped(dense, checkpoint, text, tmp_path, monkeypatch):
+    """Stopped at the fifth matrix, of which four are not made again. Then a work directory of another number of threads
+    is refused."""
+    work, made = tmp_path / "work", []
+
+    def at_the_fifth(task, *_):
+        made.append(task.matrix.module)
+        if len(made) == 5:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(local, "workers", lambda device, need: 1)
+    spy(monkeypatch, local, "make_row_shard", at_the_fifth)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
+    pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
+    assert tree(tmp_path / "b") == tree(dense) and len(made) == 5 + 12 - 4
+    settings = json.loads((work / "settings.json").read_text())
+    settings["quantize"]["way of quantising dense matrices"] = "whole"
+    (work / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=r"way of quantising dense matrices .*whole.*, now .*slices on 1 thread"):
+        pipeline.build(checkpoint, tmp_path / "c", RECIPES, [text], work=work)
+
+
 def test_slices_of_rows(rounded, checkpoint, text, tmp_path, monkeypatch):
     """Rows that are no whole slices or blocks, and biases: the same codes as in one piece, and the same losses."""
     made = []

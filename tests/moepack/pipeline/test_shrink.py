@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support import files_of_at_most, flip, tree
 
+import moepack
 from moepack.pack.errors import BundleError, InputError, TargetError
 from moepack.pipeline.shrink import shrink
 from moepack.reports.verify import verify
@@ -46,6 +47,15 @@ def test_weights_are_linked_and_what_people_edit_is_copied(bundle, tmp_path):
     for name, linked in links.items():
         made = tmp_path / "small" / name
         assert not made.is_symlink() and made.samefile(bundle / name) == linked
+
+
+def test_the_map_of_the_manifest_stays_with_its_versions(bundle, tmp_path):
+    table = moepack.open(bundle).manifest.allocation
+    named = {name for row in table.versions for name in row}
+    done = shrink(bundle, tmp_path / "small", allocation=True)
+    assert set(done.versions) == named < {"bf16", "w4", "w3", "w2", "w1"}
+    model = moepack.load(tmp_path / "small", policy="static:allocation")
+    assert model.moepack.versions == table.versions
 
 
 @pytest.fixture

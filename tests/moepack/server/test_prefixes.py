@@ -322,7 +322,10 @@ def test_every_interface_says_what_was_kept(kept, tokenizer):
     assert (found["input_tokens"], found["input_tokens_details"]) == (count, {"cached_tokens": whole})
     found = json.loads(post(f"{without.url}/v1/messages", chat))["usage"]
     assert (found["input_tokens"], found["cache_read_input_tokens"]) == (count, 0)
-    usage(server, SYSTEM)
+    totals = server.server.scheduler.totals
+    before = totals.prefix_queries, totals.prefix_hits
+    assert [usage(server, SYSTEM)[1] for _ in range(2)] == [0, 192]
+    assert (totals.prefix_queries - before[0], totals.prefix_hits - before[1]) == (400, 192)
     assert usage(server, SYSTEM, n=3, temperature=1.0)[1] == 192  # a prompt counts once for all its answers
 
 

@@ -404,7 +404,10 @@ def test_metrics(running):
         ("moepack_sequences_finished_total", totals.finished),
         ("moepack_sequences_not_finite_total", totals.not_finite),
         ("moepack_prefix_hits_total", totals.prefix_hits),
+        ("moepack_prefix_queries_total", totals.prefix_queries),
+        ("moepack_prefix_bytes", running.server.engine.kept_bytes),
         (f'vllm:prefix_cache_hits_total{{engine="0",model_name="{NAME}"}}', totals.prefix_hits),
+        (f'vllm:prefix_cache_queries_total{{engine="0",model_name="{NAME}"}}', totals.prefix_queries),
         ("moepack_budget_bytes", serving.budget_bytes),
         ("moepack_forward_waits_total", 0),
     ):

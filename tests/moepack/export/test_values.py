@@ -20,3 +20,15 @@ def test_weights_are_the_rounded_reference(bits, cols):
     for n, exact in enumerate(one.torch().values()):
         made = Values(version.at(n), _Packed(one), n).weight
         assert made.dtype == torch.bfloat16 and torch.equal(made, exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", [4, 3, 1])
+def test_scales_of_a_byte_leave_as_bf16(bits):
+    version = Version.of(f"w{bits}", 64, scale_bits=8)
+    matrices = (Matrix("gate_up", 6, 200), Matrix("down", 70, 128))
+    values = [random_matrix(m, version, i) for i, m in enumerate(matrices)]
+    one = Expert(version, matrices, version.encode(matrices, values)[0], "here")
+    for n, value in enumerate(values):
+        made = Values(version, _Packed(one), n)
+        assert torch.equal(made.scale, torch.from_numpy(value.scale).view(torch.bfloat16))
+        assert torch.equal(made.weight, made.exact.to(torch.bfloat16))

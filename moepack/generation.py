@@ -18,7 +18,7 @@ from .server.batching.tokens import Tokens, end_tokens
 from .server.options import Sampling
 from .server.own_sampling import SamplingFlags, described
 from .shared.opening import check, load_model, locate
-from .shared.progress import Reporter, loading
+from .shared.progress import SILENT, loading
 from .spent import Spent
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Session:
         """Find the model and read its tokenizer. Raises InputError for a missing model or options that do not fit."""
         self._path = path
         self._options = options
-        with Reporter().hub_bars():
+        with SILENT.hub_bars():
             self._source = locate(path)
             check(self._source, options)
             from moepack.families.tokenizer import load_tokenizer
@@ -64,7 +64,7 @@ class Session:
         options = self._options.filled(kv_tokens=kv_tokens, prefill_tokens=prefill_tokens, all_logits=False)
         self._chunk = options.workload.prefill_tokens or PROMPT
         self._room = options.workload.kv_tokens
-        with Reporter().hub_bars(), loading(str(self._path)) as report:
+        with SILENT.hub_bars(), loading(str(self._path)) as report:
             self.model = load_model(self._source, options, report)
         serve_rows(self.model, layers_with_states(self.model.config))  # a prompt's later passes go on from their state
         self._ends = {*end_tokens(self.model.generation_config)}

@@ -21,7 +21,7 @@ from moepack.pack.reader import Bundle
 from moepack.pack.safetensors_file import DTYPES, Header, TensorEntry, read_header
 from moepack.pack.spec import EXPERT_DTYPES, Version, lossless
 from moepack.pipeline.released import TENSORS, Holding, as_it_is, of_experts
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .beside import copy_others, identity, libraries, open_for
 from .files import TensorFiles, working
@@ -44,14 +44,13 @@ _LARGEST = 1 << 44
 
 
 def export_checkpoint(
-    path: str | Path, output: str | Path, reporter: Reporter | None = None, dry_run: bool = False
+    path: str | Path, output: str | Path, reporter: Reporter = SILENT, dry_run: bool = False
 ) -> Exported:
     """Write the checkpoint that the bundle at `path` was made from into the new directory `output`.
 
     Raises InputError for a bundle that does not hold its checkpoint as it was, TargetError if `output` is not new or
     empty, or in the bundle. Nothing is left at `output` after an error.
     """
-    reporter = reporter or Reporter()
     target = Path(output)
     bundle = open_for(path, target)
     stream, config = _stream(bundle)

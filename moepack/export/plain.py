@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moepack.pack.reader import Bundle
 from moepack.pack.spec import DenseMatrix, Version
 from moepack.shared.progress import Reporter
 
@@ -40,10 +39,6 @@ class SafetensorsTarget(Target):
     def config(self, job: ExportJob) -> dict[str, object]:
         """Return the entries to add to the model's config.json."""
         return {}
-
-    def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
-        """See Target."""
-        return None
 
     def check_model(self, job: ExportJob) -> None:
         """See Target."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moepack.pack.errors import InputError
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .beside import identity, libraries, open_for
 from .checkpoint import export_checkpoint
@@ -23,7 +23,7 @@ def export(
     to: str = "checkpoint",
     wanted: Wanted | None = None,
     dry_run: bool = False,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
 ) -> Exported:
     """Write the bundle at `path` in another program's form into the new directory `output`.
 
@@ -36,7 +36,6 @@ def export(
         BundleError: for a damaged bundle.
         TargetError: if `output` is not new or empty, or in the bundle.
     """
-    reporter = reporter or Reporter()
     target = Path(output)
     wanted = wanted or Wanted()
     if to == "checkpoint" and wanted.nothing:

@@ -72,9 +72,9 @@ class Target(ABC):
     mixes: bool  # whether experts of one layer may have different versions
     takes_scales: bool = False  # whether its scales have one of the dtypes in SCALES
 
-    @abstractmethod
     def refusal(self, bundle: Bundle, version: Version, dense: bool = False) -> str | None:
         """Return why this version cannot be exported, or None if it can."""
+        return None
 
     @abstractmethod
     def check_model(self, job: ExportJob) -> None:

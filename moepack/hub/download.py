@@ -21,7 +21,7 @@ from moepack.pack.tables import TABLES
 from moepack.pack.writer import check_room
 from moepack.reports.fitting import Described, fitting
 from moepack.runtime.planning.options import LoadOptions
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .errors import HubError, hub_errors
 from .remote import PUSHING, Remote, read_remote
@@ -41,7 +41,7 @@ def pull(
     target: str | Path,
     versions: Sequence[str] = (),
     revision: str | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     add: Sequence[str] = (),
     fit: LoadOptions | None = None,
     dense: Sequence[str] = (),
@@ -70,7 +70,6 @@ def pull(
     """
     from huggingface_hub import HfApi
 
-    reporter = reporter or Reporter()
     target = Path(target)
     wanted = tuple(versions) or tuple(add)
     _check(target, versions, add, fit, dense)
@@ -155,7 +154,7 @@ def _pull(
     _verify(remote, staging.target, sizes.keys() - missing.keys(), reporter)
     card = {n: remote.sizes[n] for n in CARD if n in remote.sizes and n not in sizes}
     card = {n: size for n, size in card.items() if size <= _CARD_BYTES and not (staging.target / n).exists()}
-    with Reporter().hub_bars():
+    with SILENT.hub_bars():
         fetch_files(remote.repo, list(card), remote.commit, local_dir=staging.files, token=api.token)
     staging.publish([*missing, *card], remote.data, {"repo": remote.repo, "commit": remote.commit})
 
@@ -181,7 +180,7 @@ def _fetch(api: HfApi, remote: Remote, folder: Path, sizes: Mapping[str, int], r
     reporter.stage("fetch", 1)
     reporter.step(remote.repo)
     reporter.inner("bytes", sum(sizes.values()))
-    with Reporter().hub_bars():  # which hides them: the reporter's own are shown
+    with SILENT.hub_bars():  # which hides them: the reporter's own are shown
         fetch_files(remote.repo, list(sizes), remote.commit, reporter.advance, local_dir=folder, token=api.token)
 
 
@@ -209,8 +208,8 @@ def _fetcher(api: HfApi, remote: Remote, staging: Staging) -> Fetch:
         root = staging.target
         if not all(_has(root / name, size) for name, size in sizes.items()):
             root = staging.files
-            _fetch(api, remote, root, sizes, Reporter())
-        _verify(remote, root, set(names), Reporter())
+            _fetch(api, remote, root, sizes, SILENT)
+        _verify(remote, root, set(names), SILENT)
         return Described(root, remote.manifest, versions, dense)
 
     return fetch

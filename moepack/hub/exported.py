@@ -22,7 +22,7 @@ from moepack.pack.spec import Version, expert_file, lossless
 from moepack.pack.tables import TABLES
 from moepack.pack.writer import check_target
 from moepack.pipeline.released import TENSORS as DESCRIPTION
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .download import Chooser, Fetch, pull
 from .remote import Remote
@@ -38,7 +38,7 @@ def pull_for(
     program: str,
     wanted: Wanted | None = None,
     revision: str | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
 ) -> Exported:
     """Fetch the versions that an export needs, and write it into the new directory `output`.
 
@@ -62,7 +62,6 @@ def pull_for(
     form = target_of(PROGRAMS[program])
     wanted = wanted or Wanted()
     target = Path(output)
-    reporter = reporter or Reporter()
     check_target(target)
     beside = target.absolute().with_name(f".{target.absolute().name}.pulled")
     with _in_words_of(repo, beside):

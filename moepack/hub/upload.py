@@ -24,7 +24,7 @@ from moepack.pack.reader import Bundle, open_bundle
 from moepack.pipeline.model_card import MeasuredKl, model_card
 from moepack.reports.inspect import plot
 from moepack.reports.verify import verify
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 from moepack.shared.progress import size as size_text
 
 from .errors import HubError, hub_errors
@@ -46,7 +46,7 @@ def push(
     repo: str,
     private: bool = False,
     revision: str | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     base_model: str | None = None,
     measured: Sequence[Path] = (),
 ) -> str:
@@ -69,7 +69,6 @@ def push(
     """
     from huggingface_hub import HfApi
 
-    reporter = reporter or Reporter()
     bundle = open_bundle(path)
     kl = read_divergences(measured, [v.name for v in bundle.versions])
     if problems := verify(path, reporter=reporter):

@@ -28,7 +28,7 @@ from moepack.pack.spec import (
 )
 from moepack.pack.writer import check_replaceable, check_target
 from moepack.runtime.load import check_device
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .artifacts import RunRecord, check_watched, natives_of, quantised_recipe, run_record
 from .assemble import BuildReport, Chosen, assemble, expert_layers, made_by, quantised_settings, report
@@ -58,7 +58,7 @@ def add(
     device: str = "cpu",
     engine: str = "local",
     address: str | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     revision: str | None = None,
     memory: int | None = None,
     dense: Sequence[str] = (),
@@ -77,7 +77,6 @@ def add(
         fresh: discard what an earlier call left in `work`.
         device, engine, address, reporter, revision, memory: as in `build`. A MoepackError leaves the bundle unchanged.
     """
-    reporter = reporter or Reporter()
     target = Path(output)
     check_engine(engine, address)
     check_device(device)

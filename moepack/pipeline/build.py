@@ -11,7 +11,7 @@ from pathlib import Path
 from moepack.pack.errors import InputError, TargetError
 from moepack.pack.writer import LOCK, check_target, remove_empty, remove_left
 from moepack.runtime.load import check_device
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .assemble import BuildReport, assemble
 from .executors.engine import check_engine, open_executor
@@ -30,7 +30,7 @@ def build(
     device: str = "cpu",
     engine: str = "local",
     address: str | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     revision: str | None = None,
     keep: bool = False,
     memory: int | None = None,
@@ -54,7 +54,6 @@ def build(
     Raises:
         MoepackError: one line with the problem and the remedy; nothing is left at `output`.
     """
-    reporter = reporter or Reporter()
     check_engine(engine, address)
     check_device(device)
     target = Path(output)
@@ -106,12 +105,11 @@ def calibrate(
     calibration: Sequence[str | Path] = (),
     fresh: bool = False,
     device: str = "cpu",
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     revision: str | None = None,
     memory: int | None = None,
 ) -> None:
     """Run the first stage: collect routing statistics and observations in a work directory. See `build`."""
-    reporter = reporter or Reporter()
     check_device(device)
     recipe = load_recipe(recipe)
     with contextlib.closing(WorkDirectory(Path(work), reporter)) as directory:
@@ -126,11 +124,10 @@ def quantize(
     device: str = "cpu",
     engine: str = "local",
     address: str | None = None,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     memory: int | None = None,
 ) -> None:
     """Run the second stage: quantise every expert at every width, in a calibrated work directory. See `build`."""
-    reporter = reporter or Reporter()
     check_engine(engine, address)
     check_device(device)
     with contextlib.closing(WorkDirectory(Path(work), reporter)) as directory:
@@ -140,11 +137,10 @@ def quantize(
             run.layers(calibrate=False, quantize=True, executor=executor)
 
 
-def pack(work: str | Path, output: str | Path, reporter: Reporter | None = None) -> BuildReport:
+def pack(work: str | Path, output: str | Path, reporter: Reporter = SILENT) -> BuildReport:
     """Run the last stage: make a bundle from a quantised work directory. See `build`."""
     target = Path(output)
     check_target(target)
     check_work(Path(work), target)
-    reporter = reporter or Reporter()
     with contextlib.closing(WorkDirectory(Path(work), reporter)) as directory:
         return assemble(directory, target, reporter)

@@ -18,7 +18,7 @@ from moepack.pack.spec import expert_file, lossless
 from moepack.pack.writer import BundleWriter, check_target
 from moepack.reports.fitting import fitting
 from moepack.runtime.planning.options import LoadOptions
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .model_card import model_card
 from .released import TENSORS
@@ -44,7 +44,7 @@ def shrink(
     versions: Sequence[str] = (),
     fit: LoadOptions | None = None,
     allocation: bool = False,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     dense: Sequence[str] = (),
 ) -> Shrunk:
     """Write a bundle that holds some of another bundle's versions.
@@ -62,7 +62,6 @@ def shrink(
         BundleError: when a kept file is damaged; nothing is written then.
         TargetError: when the output cannot be written.
     """
-    reporter = reporter or Reporter()
     target = Path(output)
     check_target(target)
     bundle = open_bundle(path)

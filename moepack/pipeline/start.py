@@ -16,7 +16,7 @@ from moepack.pack.spec import EXPERT_DTYPES, LOSSLESS, Version, lossless, lossy
 from moepack.pack.writer import replace_file
 from moepack.quantize import methods
 from moepack.runtime.planning.config import longest_context
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 from moepack.shared.version import __version__
 
 from .allocate import check_allocation
@@ -233,7 +233,7 @@ def _identity(directory: WorkDirectory, checkpoint: Checkpoint, reporter: Report
 
 
 def named(
-    stream: StreamedModel, recipe: Recipe, reporter: Reporter | None = None, announced: Version | None = None
+    stream: StreamedModel, recipe: Recipe, reporter: Reporter = SILENT, announced: Version | None = None
 ) -> tuple[Recipe, Dense]:
     """The recipe with released versions by name, and the dense matrices that get versions, by part.
 
@@ -253,7 +253,7 @@ def named(
         rest = [m.module for m in every if m not in kept]
         if not recipe.fits_dense:
             rest = [m for m in rest if any(key in encoded for key in stream.weights_of(f"{m}.weight"))]
-        if rest and reporter is not None:
+        if rest:
             reporter.note(
                 f"{len(rest)} matrices outside the experts, as {rest[0]}, stay in BF16: of these matrices, those that "
                 f"the checkpoint has as {exact.name} get versions"
@@ -276,14 +276,13 @@ def _fit(
     length: int,
     fresh: bool = False,
     walks: bool = True,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
 ) -> MemoryPlan:
     """Plan a build in `memory` bytes, or raise InputError. None keeps an earlier run's batch size and sets no bound."""
     size = recipe.calibration.batch_size
     if memory is None:
         if walks and not fresh and (begun := _begun(directory, recipe)) != size:
-            if reporter is not None:
-                reporter.note(f"goes on with {begun} windows at once, as an earlier --memory set")
+            reporter.note(f"goes on with {begun} windows at once, as an earlier --memory set")
             size = begun
         if not walks:
             return MemoryPlan(size)
@@ -302,7 +301,7 @@ def _fit(
             f"{directory.path}: was begun with {before} windows at once, and --memory leaves room for "
             f"{how.batch_size}: give it more, name another --work, or start over with --fresh"
         )
-    if reporter is not None and how != place(needs, size, None):
+    if how != place(needs, size, None):
         on_disk = f"; on disk, {how.on_disk}" if how.on_disk else ""
         shards = f" or {how.row_shards} row shards of dense matrices" if dense else ""
         at_once = f"{how.batch_size} windows, {how.batches} expert batches{shards}"

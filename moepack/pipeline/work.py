@@ -21,7 +21,7 @@ from moepack.pack.layer_file import is_whole
 from moepack.pack.manifest import ExpertFileEntry
 from moepack.pack.manifest.strict_json import JsonObject
 from moepack.pack.writer import LOCK, existing, replace_file, sync
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .saved import is_as_saved
 
@@ -71,9 +71,9 @@ class WorkDirectory:
     decoder layer, or what lies outside the layers (`layer` None).
     """
 
-    def __init__(self, path: Path, reporter: Reporter | None = None) -> None:
+    def __init__(self, path: Path, reporter: Reporter = SILENT) -> None:
         self.path = path
-        self._reporter = reporter or Reporter()
+        self._reporter = reporter
         self._checked = False  # whether the pieces of earlier processes are
         check_work(path)
         try:

@@ -20,7 +20,7 @@ from moepack.families.arguments import cache_in, with_cache
 from moepack.pack.errors import InputError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.shared.opening import Source, check, load_shown, locate
-from moepack.shared.progress import Reporter, size
+from moepack.shared.progress import SILENT, Reporter, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,7 +82,7 @@ def bench(
     memories: Sequence[int | str] = (),
     lengths: Lengths = Lengths(),
     options: LoadOptions = DEFAULTS,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
 ) -> list[Row]:
     """Load a bundle under each policy and each limit, and measure its rates.
 
@@ -98,7 +98,6 @@ def bench(
     Raises:
         InputError: if `path` is not a bundle, or an option does not fit it. A limit that is too small is a row.
     """
-    reporter = reporter or Reporter()
     with reporter.hub_bars():
         source = locate(path)
     if not source.is_bundle:

@@ -23,7 +23,7 @@ from moepack.runtime.kv.forms import AUTO_KV, PLAIN_KV
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.shared.memory import peaks
 from moepack.shared.opening import Source, check, load_shown, locate
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .intervals import FEW, clustered
 from .scoring import TokenScores, products, token_scores
@@ -102,7 +102,7 @@ def evaluate(
     options: LoadOptions = DEFAULTS,
     length: int = 512,
     samples: int = 256,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     trace: Path | None = None,
     kl: bool = False,
 ) -> Evaluation:
@@ -121,7 +121,6 @@ def evaluate(
         trace: a file that receives a line for each forward pass (moepack.runtime.trace); for bundles alone.
         kl: first run the bundle's lossless version without a budget, and report divergence and agreement.
     """
-    reporter = reporter or Reporter()
     if not data:
         raise InputError("no text to evaluate on: name files with --data")
     with contextlib.ExitStack() as stack:

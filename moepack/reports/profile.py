@@ -10,7 +10,7 @@ from moepack.pack.errors import InputError, TargetError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.runtime.profile import check_writable, write_profile
 from moepack.shared.opening import check, load_shown, locate
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def make_profile(
     options: LoadOptions = DEFAULTS,
     length: int = 512,
     samples: int = 256,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
 ) -> Profiled:
     """Write the profile of these texts, in windows of `length` tokens, at most `samples` a file.
 
@@ -40,7 +40,6 @@ def make_profile(
 
     from .evaluate import fitting, text_windows
 
-    reporter = reporter or Reporter()
     source = locate(path)
     if not source.is_bundle:
         raise InputError(f"{path}: not a bundle: it has no manifest.json")

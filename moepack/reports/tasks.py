@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from moepack.pack.errors import InputError, MissingExtraError, NotFiniteError
 from moepack.runtime.planning.options import DEFAULTS, LoadOptions
 from moepack.shared.opening import check, load_shown, locate
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from .evaluate import fitting
 from .scoring import products
@@ -30,7 +30,7 @@ def run_tasks(
     limit: int | None = None,
     folder: Path | None = None,
     chat: bool = False,
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
 ) -> dict[str, dict[str, object]]:
     """Score a bundle or a checkpoint on tasks.
 
@@ -64,19 +64,17 @@ def run_tasks(
     from moepack.families.tokenizer import load_tokenizer
     from moepack.runtime.checked_logits import NO_LOGITS, finite_rows
 
-    shown = reporter or Reporter()
-
     class Asked(HFLM):  # type: ignore[misc]
         def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
-            shown.inner("answers", len(requests))
+            reporter.inner("answers", len(requests))
             return super().loglikelihood(requests, disable_tqdm)
 
         def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
-            shown.inner("texts", len(requests))
+            reporter.inner("texts", len(requests))
             return super().loglikelihood_rolling(requests, disable_tqdm)
 
         def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> Any:
-            shown.inner("answers", len(requests))
+            reporter.inner("answers", len(requests))
             return super().generate_until(requests, disable_tqdm)
 
         def _model_call(self, *args: object, **given: object) -> Tensor:
@@ -87,22 +85,22 @@ def run_tasks(
 
     class Counted(CacheHook):  # type: ignore[misc]
         def add_partial(self, *answer: object) -> None:  # of every answer, as soon as it is known
-            shown.advance()
+            reporter.advance()
 
-    with shown.hub_bars():
+    with reporter.hub_bars():
         source = locate(path)
         check(source, options)
-        length = fitting(source.path, length, shown)
+        length = fitting(source.path, length, reporter)
         options = replace(options.filled(kv_tokens=length, prefill_tokens=length), all_logits=True)
         manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
         if folder is not None and not all(manager.match_tasks([name]) for name in tasks):
             manager = TaskManager(include_path=str(folder))  # the harness's own tasks too, which takes ten seconds
         if unknown := [name for name in tasks if not manager.match_tasks([name])]:
             raise InputError(f"lm-eval has no task {', '.join(unknown)}: `lm_eval ls tasks` lists them")
-        model = load_shown(source, options, shown)
+        model = load_shown(source, options, reporter)
         batch = options.workload.batch
-        shown.stage("tasks", 1)
-        shown.step(", ".join(tasks))
+        reporter.stage("tasks", 1)
+        reporter.step(", ".join(tasks))
         try:
             asked = Asked(
                 pretrained=model, tokenizer=load_tokenizer(Path(source.path)), batch_size=batch, max_length=length

@@ -13,7 +13,7 @@ from moepack.pack.manifest import CONFIG, LEFTOVERS
 from moepack.pack.reader import Bundle, open_bundle, unlisted
 from moepack.pack.reader import verify as verify_digests
 from moepack.pack.spec import Version, lossless
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,9 +27,8 @@ _BOOKKEEPING = {"_name_or_path", "quantization_config", "transformers_version"}
 _AT_ONCE = 1 << 30  # bytes of MTP tensors that are compared at a time
 
 
-def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Reporter | None = None) -> list[Problem]:
+def verify(path: str | Path, checkpoint: str | Path | None = None, reporter: Reporter = SILENT) -> list[Problem]:
     """List the problems of a bundle; with a checkpoint, also its tensors that the bundle does not hold bit for bit."""
-    reporter = reporter or Reporter()
     try:
         bundle = open_bundle(path)
     except BundleError as error:

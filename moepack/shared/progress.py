@@ -1,4 +1,4 @@
-"""Report progress, and show it on stderr: bars on a terminal, lines elsewhere. A plain `Reporter()` shows nothing."""
+"""Report progress, and show it on stderr: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -50,6 +50,9 @@ class Reporter:
 
         disable_progress_bars()
         yield
+
+
+SILENT = Reporter()
 
 
 @dataclass(slots=True)
@@ -338,7 +341,7 @@ def progress(quiet: bool = False, transient: bool = False) -> Iterator[Reporter]
     alone that take half a minute.
     """
     if quiet:
-        yield Reporter()
+        yield SILENT
         return
     if not sys.stderr.isatty():
         lines = LineReporter(_write_line, patient=transient)

@@ -115,7 +115,6 @@ FEW: dict[str, tuple[str, ...]] = {
     "runtime/test_compile.py::test_a_whole_graph": ("[hotness]",),
     "whole/test_native.py::test_dense_matrices_stay": ("[fp8 blocks]",),
     "moepack/pipeline/test_identity.py::test_a_stopped_calibrate": ("[1-False-again0]",),
-    "moepack/pipeline/test_identity.py::test_a_stopped_build_then": ("[_keep_hidden-1]",),
     "runtime/residency/test_sequences.py::test_guesses": ("[lookup]",),
     "runtime/planning/test_skeleton.py::test_kv_bytes": ("[gpt_oss]", "[qwen3_next]"),
     "pack/test_exponent.py::test_mutated": ("[attack-1-1]",),

@@ -15,7 +15,7 @@ from moepack.reports.doctor import disk_rates
 from moepack.runtime.devices.glibc import trim
 from moepack.runtime.load import check_device
 from moepack.shared.memory import bound_kernel_caches
-from moepack.shared.progress import Reporter
+from moepack.shared.progress import SILENT, Reporter
 
 from ..bound import place
 from ..build import check_wanted
@@ -36,7 +36,7 @@ def estimate(
     recipe: str | Recipe = "default",
     calibration: Sequence[str | Path] = (),
     device: str = "cpu",
-    reporter: Reporter | None = None,
+    reporter: Reporter = SILENT,
     revision: str | None = None,
     memory: int | None = None,
     work: str | Path | None = None,
@@ -60,7 +60,6 @@ def estimate(
     check_engine(engine, address)
     check_target(Path(output))
     check_wanted(work, Path(output), fresh, keep)
-    reporter = reporter or Reporter()
     recipe = load_recipe(recipe)
     note_unused(recipe, reporter)
     with reporter.hub_bars():

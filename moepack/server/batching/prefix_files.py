@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from .prefixes import Chunk, Prefixes
 
 log = logging.getLogger("moepack.server")
-FORMAT = 3
+FORMAT = 4
+DIGEST = "sha256"  # in the metadata: of the file's name and the file, with UNSIGNED in its place
+UNSIGNED = "0" * 64
 ENDING = ".safetensors"
 OURS = re.compile(r"(\.\w+\.)?[0-9a-f]{64}\.safetensors")  # with the beginning, a file that was not yet whole
 HEADER = 1 << 20  # the most bytes of a header
@@ -258,32 +260,23 @@ def _written(path: Path, layers: Layers, used: int) -> int:
     """Write a chunk, used at that time in nanoseconds, in one step; return the file's bytes."""
     from safetensors.torch import save
 
-    plain = save({f"{layer}.{n}": t for layer, held in layers.items() for n, t in enumerate(held)})
-    size = int.from_bytes(plain[:8], "little")
-    header = json.loads(plain[8 : 8 + size])
-    digest = hashlib.sha256(_canonical(path, header))
-    digest.update(memoryview(plain)[8 + size :])
-    header["__metadata__"] = {"sha256": digest.hexdigest()}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    data = save({f"{layer}.{n}": t for layer, held in layers.items() for n, t in enumerate(held)}, {DIGEST: UNSIGNED})
+    at = data.index(UNSIGNED.encode())
+    digest = hashlib.sha256(path.name.encode())
+    digest.update(data)
     number, name = tempfile.mkstemp(prefix=".", suffix="." + path.name, dir=path.parent)
     partial = Path(name)
     try:
         with os.fdopen(number, "wb") as made:
-            made.write(len(text).to_bytes(8, "little"))
-            made.write(text)
-            made.write(memoryview(plain)[8 + size :])
+            made.write(data)
+            made.seek(at)
+            made.write(digest.hexdigest().encode())
         os.utime(partial, ns=(used, used))
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    return len(text) + len(plain) - size
-
-
-def _canonical(path: Path, header: dict[str, Any]) -> bytes:
-    named = {name: value for name, value in header.items() if name != "__metadata__"}
-    return json.dumps([path.name, named], sort_keys=True).encode()
+    return len(data)
 
 
 def _checked(path: Path) -> StoredLayers:
@@ -291,13 +284,15 @@ def _checked(path: Path) -> StoredLayers:
     from safetensors import safe_open
 
     with open_own(path) as opened:
-        size = int.from_bytes(opened.read(8), "little")
+        start = opened.read(8)
+        size = int.from_bytes(start, "little")
         if size > HEADER:
             raise ValueError("it is no file of a chunk")
-        header = json.loads(opened.read(size))
-        digest = hashlib.sha256(_canonical(path, header))
+        header = opened.read(size)
+        said = json.loads(header)["__metadata__"][DIGEST]
+        digest = hashlib.sha256(path.name.encode() + start + header.replace(said.encode(), UNSIGNED.encode(), 1))
         while block := opened.read(READ):
             digest.update(block)
-    if header["__metadata__"]["sha256"] != digest.hexdigest():
+    if said != digest.hexdigest():
         raise ValueError("it has changed since it was written")
     return StoredLayers(safe_open(path, "pt"))

@@ -49,12 +49,6 @@ def packages():
     return next((p.parent for p in place), None)
 
 
-def library(name):
-    """One of llama.cpp's libraries."""
-    place = packages()
-    return None if place is None else ctypes.CDLL(str(place / "llama_cpp" / "lib" / f"lib{name}.so"))
-
-
 def llama_python():
     """An interpreter that imports llama_cpp."""
     if importlib.util.find_spec("llama_cpp") is not None:
@@ -125,7 +119,8 @@ def test_one_bit_in_groups_of_128(demo_model, text, tmp_path):
     file, bundle = Reading(tmp_path / "out" / "model.gguf"), open_bundle(tmp_path / "bundle")
     assert {k for n, k in file.names().items() if "_exps" in n} == {Q1_0}
     assert same_experts(file.tensor, bundle, "w1")
-    if (ggml := library("ggml-base")) is not None:
+    if (place := packages()) is not None:
+        ggml = ctypes.CDLL(str(place / "llama_cpp" / "lib" / "libggml-base.so"))
         raw, out = file.tensors["blk.0.ffn_down_exps.weight"].data.copy(), np.empty((4, 128, 128), np.float32)
         ggml.dequantize_row_q1_0(*(ctypes.c_void_p(a.ctypes.data) for a in (raw, out)), ctypes.c_int64(out.size))
         assert np.array_equal(out[3], bundle.expert("w1", 0, 3).numpy()["down"])

@@ -101,18 +101,6 @@ def test_a_revision_is_for_the_hub(checkpoint):
         open_checkpoint(checkpoint, "main")
 
 
-@pytest.mark.parametrize(("where", "at"), [("_quantise_layer", 1), ("_keep_hidden", 1)])
-def test_a_stopped_build_then_calibrate_then_build(checkpoint, text, tmp_path, where, at, whole):
-    """A layer that the build has not quantised is quantised from what `calibrate` kept of it."""
-    work = tmp_path / "work"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        stop(patch, where, at)
-        pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
-    pipeline.calibrate(checkpoint, work, RECIPE, [text])
-    pipeline.build(checkpoint, tmp_path / "b", RECIPE, [text], work=work)
-    assert tree(tmp_path / "b") == whole
-
-
 @pytest.mark.parametrize(("every", "lost", "again"), [(1, False, [1]), (2, False, [0, 1]), (1, True, [0, 1])])
 def test_a_stopped_calibrate_goes_on_in_a_build(
     every, lost, again, checkpoint, text, tmp_path, monkeypatch,
@@ -131,7 +119,7 @@ def test_a_stopped_calibrate_goes_on_in_a_build(
     assert tree(tmp_path / "b") == whole and ran == again
 
 
-def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model, text, tmp_path):
+def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model, kept, text, tmp_path):
     work = tmp_path / "work"
     pipeline.build(short_model, tmp_path / "bundle", SMALL, [text], work=work)
     before = tree(work / "quantize")
@@ -143,6 +131,12 @@ def test_nothing_is_thrown_away_that_cannot_be_made_again(short_model, text, tmp
     with pytest.raises(InputError, match="layer 1 is not calibrated: run moepack calibrate to its end"):
         pipeline.quantize(work, fresh=True)
     assert tree(work / "quantize") == before
+    work = Path(shutil.copytree(kept[2], tmp_path / "dense"))
+    before = tree(work / "quantize")
+    (work / "calibrate" / "rest" / "moments.safetensors").unlink()
+    with pytest.raises(InputError, match="without keeping the moments"):
+        pipeline.quantize(work, fresh=True)
+    assert before and tree(work / "quantize") == before
 
 
 @pytest.mark.parametrize("damaged", [False, True])

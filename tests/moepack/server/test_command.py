@@ -93,32 +93,24 @@ def test_a_stop_that_has_no_time(bundle, number, monkeypatch):
     assert seen[2]["code"] == "stopping" and seen[2]["message"] == "this server was stopped"
 
 
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    ((None, ("from the environment",)), (["a", "b"], ("a", "b")), ([""], ("from the environment",))),
-)
-def test_the_key_from_the_environment(given, wanted, bundle, monkeypatch):
+def test_options_that_the_server_gets(bundle, monkeypatch):
+    """Keys are the environment's where none is given; kept prompts have a default, a size, or no room."""
     monkeypatch.setenv("MOEPACK_API_KEY", "from the environment")
-    options = options_of(Serve(str(bundle), api_key=given))
-    assert (options.keys, options.name, options.body) == (wanted, bundle.name, 4 << 20)
 
+    def options(**given):
+        return options_of(Serve(str(bundle), **given))
 
-@pytest.mark.parametrize(("given", "wanted"), ((None, None), ("off", 0), ("64MiB", 64 << 20)))
-def test_the_most_that_is_kept_of_prompts(given, wanted, bundle):
-    assert options_of(Serve(str(bundle), prefix_cache=given)).limits.kept_bytes == wanted
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    (
+    own = ("from the environment",)
+    assert [options(api_key=keys).keys for keys in (None, ["a", "b"], [""])] == [own, ("a", "b"), own]
+    assert (options().name, options().body) == (bundle.name, 4 << 20)
+    assert [options(prefix_cache=size).limits.kept_bytes for size in (None, "off", "64MiB")] == [None, 0, 64 << 20]
+    for given, words in (
         ({"prefix_cache": "on"}, "size 'on' is not a number of bytes"),
         ({"system_messages": "drop"}, "system_messages drop is unknown: it is join, keep, refuse"),
         ({"generation_config": "vllm"}, "generation_config vllm is unknown: it is auto or none"),
-    ),
-)
-def test_options_that_are_unknown(given, words, bundle):
-    with pytest.raises(InputError, match=words):
-        options_of(Serve(str(bundle), **given))
+    ):
+        with pytest.raises(InputError, match=words):
+            options(**given)
 
 
 def test_what_cannot_begin_says_why(bundle, tmp_path, monkeypatch):

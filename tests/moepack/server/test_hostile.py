@@ -219,6 +219,9 @@ def test_a_key(running, monkeypatch):
         assert [answered(running, None, path, **given)[0] for path in ("/", "/health", "/load")] == [200] * 3
     assert [answered(running, body, Authorization=f"Bearer {key}")[0] for key in ("other", "secret")] == [200] * 2
     assert answered(running, None, "/live", Authorization="bearer secret")[0] == 200
+    status, answer = answered(running, b"{}", "/v1/messages", x_api_key="wrong")  # as Anthropic's clients send it
+    assert status == 401 and answer["error"]["type"] == "authentication_error"
+    assert answered(running, body, x_api_key="secret")[0] == 200
     monkeypatch.setattr(app, "_keys", [])
 
 

@@ -96,7 +96,8 @@ REQUESTS = {
 @pytest.mark.parametrize("stream", (False, True), ids=("whole", "streamed"))
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_a_request_ends_with_an_error_that_says_so(kind, stream, exact, cause):
-    """It was an empty answer with status 200, or "the model's answer could not be read"."""
+    """It was an empty answer with status 200, or "the model's answer could not be read". Health stays ok: a prompt that
+    reaches a damaged expert is no reason to start the server anew."""
     path, body = REQUESTS[kind]
     body = {"model": NAME, **body, **({"stream": True} if stream else {})}
     if "prompt" in body:
@@ -115,35 +116,13 @@ def test_a_request_ends_with_an_error_that_says_so(kind, stream, exact, cause):
             status, answer = error.value.code, error.value.read().decode()
     assert "logits that are NaN or infinite" in answer and status == (200 if stream else 500)
     exact.idle()
+    health = json.loads(post(f"{exact.url}/health", None))
+    assert health["status"] == "ok" and health["answers"]["not_finite"] == totals.not_finite
     assert totals.not_finite > before[0] and totals.failed - before[1] == totals.not_finite - before[0]
     if not stream:
         found = json.loads(answer)["error"]
         assert found["type"] in ("server_error", "api_error")
         assert found.get("code", "logits_not_finite") == "logits_not_finite"
-
-
-def test_it_is_counted_and_health_says_it(exact, cause):
-    """The server goes on: a prompt that reaches a damaged expert is no reason to start it anew."""
-    expert, bad, good = cause
-
-    def counted():
-        metrics = post(f"{exact.url}/metrics", None).decode()
-        value = re.search(r"^moepack_sequences_not_finite_total (\S+)$", metrics, re.M)
-        health = json.loads(post(f"{exact.url}/health", None))
-        assert value and "# HELP moepack_sequences_not_finite_total " in metrics and health["status"] == "ok"
-        return float(value[1]), health["answers"]["not_finite"]
-
-    def ask(prompt):
-        body = {"model": NAME, "prompt": prompt, "max_tokens": 4, "temperature": 0}
-        return str(json.loads(post(f"{exact.url}/v1/completions", body))["choices"][0]["text"])
-
-    (before, same), fine = counted(), ask(good)
-    assert before == same
-    with hurt(exact.model, expert):
-        with pytest.raises(urllib.error.HTTPError):
-            ask(bad)
-        assert ask(good) == fine and counted() == (before + 1, same + 1)
-    assert ask(bad) and counted() == (before + 1, same + 1)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

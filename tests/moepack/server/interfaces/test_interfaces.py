@@ -371,21 +371,46 @@ def test_origins(running):
         assert "access-control-allow-origin" not in other.headers
 
 
-def test_metrics_by_vllms_names(running):
+def test_metrics(running):
+    """By our names and by vLLM's."""
+
     def numbers():
-        text = post(running.url + "/metrics", None).decode()
-        return {k: float(v) for k, v in re.findall(r"^vllm:(\w+)\{[^}]*\} (\S+)$", text, re.M)}
+        with urllib.request.urlopen(f"{running.url}/metrics") as answer:
+            assert answer.headers["content-type"].startswith("text/plain")
+            text = answer.read().decode()
+        return {name: float(value) for name, value in re.findall(r"^(\w[^ ]*) (\S+)$", text, re.M)}
+
+    def more(name, labels=f'engine="0",model_name="{NAME}"'):
+        key = f"{name}{{{labels}}}" if labels else name
+        return after[key] - before.get(key, 0)
 
     running.idle()
     before = numbers()
     asked(running, "/v1/completions", {"prompt": "The history of", "max_tokens": 5, "ignore_eos": True})
     running.idle()
     after = numbers()
-    more = {name: after[name] - before.get(name, 0) for name in after}
-    assert more["prompt_tokens_total"] == 3 and more["generation_tokens_total"] == 5
-    assert after["num_requests_running"] == after["num_requests_waiting"] == more["num_preemptions_total"] == 0
+    assert more("vllm:prompt_tokens_total") == 3 and more("vllm:generation_tokens_total") == 5
+    assert more("vllm:num_requests_running") == more("vllm:num_requests_waiting") == 0
+    assert more("vllm:num_preemptions_total") == 0
     for name in ("time_to_first_token", "request_time_per_output_token", "e2e_request_latency"):
-        assert more[f"{name}_seconds_count"] == 1
-    assert more["request_prompt_tokens_sum"] == 3 and more["request_generation_tokens_sum"] == 5
-    text = post(running.url + "/metrics", None).decode()
-    assert f'vllm:request_success_total{{engine="0",finished_reason="length",model_name="{NAME}"}}' in text
+        assert more(f"vllm:{name}_seconds_count") == 1
+    assert more("vllm:request_prompt_tokens_sum") == 3 and more("vllm:request_generation_tokens_sum") == 5
+    assert more("vllm:request_success_total", f'engine="0",finished_reason="length",model_name="{NAME}"') == 1
+    assert more("moepack_time_to_first_token_seconds_count", "") == 1
+    assert more("moepack_requests_total", 'path="/v1/completions",status="200"') == 1
+    totals, serving = running.server.scheduler.totals, running.model.moepack
+    for name, value in (
+        ("moepack_generated_tokens_total", totals.generated_tokens),
+        ("moepack_sequences_finished_total", totals.finished),
+        ("moepack_sequences_not_finite_total", totals.not_finite),
+        ("moepack_prefix_hits_total", totals.prefix_hits),
+        ("moepack_prefix_queries_total", totals.prefix_queries),
+        ("moepack_prefix_bytes", running.server.engine.kept_bytes),
+        (f'vllm:prefix_cache_hits_total{{engine="0",model_name="{NAME}"}}', totals.prefix_hits),
+        (f'vllm:prefix_cache_queries_total{{engine="0",model_name="{NAME}"}}', totals.prefix_queries),
+        ("moepack_budget_bytes", serving.budget_bytes),
+        ("moepack_forward_waits_total", 0),
+    ):
+        assert after[name] == value, name
+    assert after["moepack_promotions_total"] <= serving.counters()["promotions"]
+    assert sum(value for name, value in after.items() if name.startswith("moepack_experts{")) == 4 * 16

@@ -206,11 +206,3 @@ def test_the_first_requests_of_claude_code(exact, monkeypatch):
     start = json.loads(raw.split("data: ")[1].split("\n")[0])["message"]
     usage = start["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == found["input_tokens"] and not start["content"]
-
-
-def test_a_key_as_anthropics_clients_send_it(running, monkeypatch):
-    monkeypatch.setattr(running.server.app, "_keys", [b"secret"])
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        post(f"{running.url}/v1/messages", ASKED, x_api_key="wrong")
-    assert caught.value.code == 401 and json.load(caught.value)["error"]["type"] == "authentication_error"
-    assert post(f"{running.url}/v1/messages", ASKED, x_api_key="secret")

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, build, finish
-from benchmarks.decoding import reading
+from benchmarks.decoding import Reading
 from benchmarks.serve import RECIPE
 
 IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
@@ -93,7 +93,7 @@ def predicted(bundle: str, memory: str) -> tuple[list[Row], list[Target]]:
     own: Row = {"memory": memory, "policy": POLICY, "kv_tokens": TOKENS + 64, "prefill_tokens": 16, "all_logits": False}
     found = plan(bundle, LoadOptions(**own))
     model = moepack.load(bundle, **own)
-    run = reading(model)
+    run = Reading(model)
     began = (0.0, 0.0, 0.0, 0.0)
     with model.moepack as serving, torch.inference_mode():
 

@@ -166,7 +166,8 @@ def main() -> int:
         for name, shape in shapes.items():
             try:
                 make(shape, workers.get("llama.cpp"))
-                workers["moepack"].call("open_model", key=name, bundle=str(bundle_of(shape)), version="w4", dense="w4")
+                bundle = str(bundle_of(shape))
+                workers["moepack"].call("open_model", key=name, bundle=bundle, policy="static:w4", dense="w4")
                 if "llama.cpp" in workers:
                     peers[f"llama.cpp, {name}"] = opened(workers["llama.cpp"], name, gguf_of(shape), room)
                 print(f"measuring {name}", flush=True)

@@ -14,7 +14,7 @@ import torch
 
 import moepack
 from benchmarks.common import Row, least_budget
-from benchmarks.decoding import reading
+from benchmarks.decoding import Reading
 from benchmarks.limited.shapes import SHAPES, Shape
 from moepack.families.arguments import with_cache
 from moepack.pack.reader import open_bundle
@@ -164,7 +164,7 @@ def _settle(live: ResidencyManager) -> None:
 def _steps(model: PreTrainedModel, setting: Setting, steps: int) -> None:
     """Read a prompt, and decode so many tokens."""
     with torch.inference_mode():
-        run = reading(model)
+        run = Reading(model)
         run(torch.ones(1, 16, dtype=torch.long, device=setting.torch))
         for step in range(steps):
             run(torch.full((1, 1), 5 + step, device=setting.torch))[0, -1, 0].item()

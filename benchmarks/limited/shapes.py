@@ -23,6 +23,7 @@ STAY = 48
 ZIPF = 0.8
 BITS = {"bf16": 10.7, "mxfp4": 4.25, "w4": 4.19, "w2": 2.375}  # of a weight
 CONTEXT = 32_768
+SESSION = 7  # the seed of the texts that sides read
 NAMES = ("first", "second", "third")  # the topics' names in tables
 
 

@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from benchmarks.common import Row
+from benchmarks.limited.cage import counts
 from benchmarks.limited.weights import to_float
 
 from .ggml import Bytes, Ggml
@@ -107,9 +108,8 @@ class Model:
 
     Args:
         path: the file.
-        context, batch: tokens of a text, and of a pass.
-        count: threads.
         repacked: whether weights are copied into llama.cpp's own layout, or stay as they stand in the mapped file.
+        context, batch: tokens of a text, and of a pass.
         flash: whether attention is its fused kernel; None leaves the choice to it.
         kv: the type of the KV cache's keys and values.
         deep: whether `deepen` is asked for, which needs a second sequence in the same cache.
@@ -118,10 +118,9 @@ class Model:
     def __init__(
         self,
         path: str,
-        context: int,
-        batch: int,
-        count: int,
         repacked: bool,
+        context: int = CONTEXT,
+        batch: int = PROMPT,
         flash: bool | None = None,
         kv: str = "F16",
         deep: bool = False,
@@ -138,7 +137,7 @@ class Model:
         wanted.n_ctx = context
         wanted.n_batch = batch
         wanted.n_ubatch = batch
-        wanted.n_threads = wanted.n_threads_batch = count
+        wanted.n_threads = wanted.n_threads_batch = threads()
         wanted.type_k = wanted.type_v = TYPES[kv].number
         if deep:
             wanted.n_seq_max = 2
@@ -207,9 +206,19 @@ class Model:
         self._llama.llama_model_free(self._model)
 
 
-def open_model(key: str, path: str, repacked: bool, context: int = CONTEXT, flash: bool | None = None) -> None:
-    """Load a GGUF file, its weights repacked or as they stand."""
-    _models[key] = Model(path, context, PROMPT, threads(), repacked, flash)
+def open_model(key: str, path: str, **options: Any) -> None:
+    """Load a GGUF file; options are those of Model."""
+    _models[key] = Model(path, **options)
+
+
+def deepen(key: str, ids: list[int], depth: int) -> None:
+    """See Model."""
+    _models[key].deepen(ids, depth)
+
+
+def facts(key: str) -> Row:
+    """Counts of the process."""
+    return counts()
 
 
 def read(key: str, parts: list[list[int]], afresh: bool) -> list[float]:
@@ -275,4 +284,5 @@ def compiled_for(told: bytes) -> str:
 
 
 if __name__ == "__main__":
-    answer({f.__name__: f for f in (open_model, read, close_model, quantised, quantise_file, versions)})
+    calls = (open_model, deepen, read, facts, close_model, quantised, quantise_file, versions)
+    answer({f.__name__: f for f in calls})

@@ -24,7 +24,6 @@ from benchmarks.limited.cage import counts
 from benchmarks.limited.weights import to_float
 
 from .ggml import Bytes, Ggml
-from .ggml_types import TYPES, GgmlType
 from .gguf_layout import GgufTensor, metadata, tensors
 from .worker import answer, threads
 
@@ -38,7 +37,7 @@ _models: dict[str, Model] = {}
 _ggml = cache(Ggml)
 
 
-def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iterator[Bytes]:
+def _spread(kind: GGMLQuantizationType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iterator[Bytes]:
     """Matrices in a type, row slices on all threads."""
     for matrix in matrices:
         with ThreadPoolExecutor(threads()) as workers:
@@ -55,7 +54,7 @@ class Source(Protocol):
 
 def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDArray[np.float32]:
     """What the file has of a tensor. Stacked experts repeat after `kinds`: each is converted once."""
-    kind = TYPES[tensor.type]
+    kind = GGMLQuantizationType[tensor.type]
     distinct = tensor.sources[: min(kinds, len(tensor.sources))]
     made: list[Bytes | npt.NDArray[np.float32]] = []
     for source in distinct:
@@ -88,11 +87,9 @@ def write_tensors(source: Source, config: Row, out: str, mix: str, kinds: int) -
         else:
             writer.add_float32(key, value)
     for t in plan:
-        kind = TYPES[t.type]
-        raw = None if kind.name == "F32" else GGMLQuantizationType(kind.number)
+        raw = None if t.type == "F32" else GGMLQuantizationType[t.type]
         shape, dtype = (t.shape, np.dtype(np.float32)) if raw is None else (t.byte_shape, np.dtype(np.uint8))
-        size = int(np.prod(t.byte_shape)) if raw is not None else 4 * int(np.prod(t.shape))
-        writer.add_tensor_info(t.name, shape, dtype, size, raw)
+        writer.add_tensor_info(t.name, shape, dtype, int(np.prod(t.byte_shape)), raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -138,7 +135,7 @@ class Model:
         wanted.n_batch = batch
         wanted.n_ubatch = batch
         wanted.n_threads = wanted.n_threads_batch = threads()
-        wanted.type_k = wanted.type_v = TYPES[kv].number
+        wanted.type_k = wanted.type_v = GGMLQuantizationType[kv]
         if deep:
             wanted.n_seq_max = 2
             wanted.kv_unified = True
@@ -234,7 +231,7 @@ def close_model(key: str) -> None:
     _models.pop(key).close()
 
 
-def quantised(path: str, out: str, encoding: str) -> float:
+def quantised(path: str, out: str, encoding: str) -> None:
     """Quantise and dequantise experts by importance.
 
     Args:
@@ -242,21 +239,18 @@ def quantised(path: str, out: str, encoding: str) -> float:
         out: .npy of the values that come back, float32.
         encoding: the type.
 
-    Returns:
-        bits a weight.
     """
-    kind = TYPES[encoding]
+    kind = GGMLQuantizationType[encoding]
     given = np.load(path)
     weight = given["weight"]
     importance = given["importance"]
 
     def one(e: int) -> npt.NDArray[np.float32]:
         packed = _ggml().quantise(weight[e], kind, importance[e])
-        return dequantize(packed, GGMLQuantizationType(kind.number))
+        return dequantize(packed, kind)
 
     with ThreadPoolExecutor(threads()) as workers:
         np.save(out, np.stack(list(workers.map(one, range(len(weight))))))
-    return kind.bits
 
 
 def quantise_file(source: str, out: str, encoding: str) -> None:

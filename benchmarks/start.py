@@ -8,8 +8,6 @@ imports torch and the model's class from transformers and does nothing else, wit
 moepack leaves out (runtime/patches.py). Processor time is printed beside the clock's: on a shared machine they differ.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import statistics

@@ -12,8 +12,6 @@ fused kernel ("flash attention"): whichever reads a prompt of 1,024 tokens faste
 thread compute all the time on the same processors, as other programs of a user do.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

@@ -18,8 +18,6 @@ Without a GPU rows that need one are skipped by name. Others run in Triton's int
 do.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

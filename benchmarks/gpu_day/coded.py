@@ -1,7 +1,5 @@
 """The decoder of coded BF16 matrices: its time for many experts."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks import codec

@@ -1,7 +1,5 @@
 """How long a layer of experts takes."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from benchmarks.kernels import gpu

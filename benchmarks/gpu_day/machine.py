@@ -1,7 +1,5 @@
 """What the machine is, and its rates: copies from host to device and inside the device, and a launch."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -1,7 +1,5 @@
 """Small whole bundles of each version that holds a checkpoint, ways to change them, and what then uses them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -5,8 +5,6 @@ bytes of the experts that have tokens over the rate of a copy inside the device,
 Without a GPU it runs in Triton's interpreter, on a layer that is small enough.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Generated experts for benchmarks: memory, a module, torch's side, routing."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress

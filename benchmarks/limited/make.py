@@ -4,8 +4,6 @@ Everything is written into a directory beside the model's and moves when it is w
 by the next.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """One row: a side in its cage, from a cold start to the end of its texts, its time, or itself. Judges nothing."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -4,8 +4,6 @@ A text stays within one topic. A topic's tokens stand in clusters; a text stays 
 draws them there by Zipf's law.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

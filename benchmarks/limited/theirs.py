@@ -1,7 +1,5 @@
 """Writes a generated model as GGUF: `theirs.py THREADS SHAPE MIX FILE`, in the environment of benchmarks/peers."""
 
-from __future__ import annotations
-
 import sys
 
 from benchmarks.peers.llama import write_tensors

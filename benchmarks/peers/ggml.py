@@ -3,8 +3,6 @@
 Runs in the llama.cpp side's process only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from pathlib import Path

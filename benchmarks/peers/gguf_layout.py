@@ -4,8 +4,6 @@ Quantises and writes nothing; needs no torch. GGUF holds the experts of a layer 
 and down, [experts, rows, cols] each; a checkpoint has a tensor an expert.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

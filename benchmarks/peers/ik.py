@@ -4,8 +4,6 @@ Runs in an environment that has ik-llama-cpp-python, gguf and NumPy, and not tor
 gate with its up projection and the sum over experts each in one kernel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os

@@ -1,7 +1,5 @@
 """moepack's side: whole bundles, in a process of its own as llama.cpp's are."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A whole model on all sides: tokens a second of decoding and of prompts. Alternates; judges nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import suppress

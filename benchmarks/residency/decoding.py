@@ -1,7 +1,5 @@
 """Time per output token while versions are swapped at the rate limit, and while none is."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A bundle by hand, a quarter of a second to write: shapes that leave room for padding everywhere, biases, a raw tile,
 escapes with patches, every version, dense matrices in three. No model serves it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Edits of extents, the bytes of an expert or a dense matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Edits of released extents: numbers that are none, and padding. Each is of a bundle with that version."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

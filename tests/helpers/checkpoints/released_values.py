@@ -1,7 +1,5 @@
 """Random matrices of every released version."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -1,7 +1,5 @@
 """Experts of one matrix in given versions, random, with their weights as float64: what kernels are held against."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -4,8 +4,6 @@ Each edit must end in a refusal of one printable line, or in a bundle whose valu
 Random edits are those of `benchmarks.hostile`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

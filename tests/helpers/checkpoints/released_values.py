@@ -14,26 +14,28 @@ NAMES = [
 
 
 def random_released(m: Matrix, version: Version, seed: int) -> AffineMatrix | ReleasedMatrix:
-    """A matrix with random codes, all of them numbers, and scales between about 1/128 and 2."""
+    """Every code but those of NaN, scales of one size; and a few that are the least, zero or denormal."""
     rng = np.random.default_rng(seed)
-    groups = -(-m.cols // version.group_size) if version.group_size else 1
+    shape = (m.rows, -(-m.cols // version.group_size) if version.group_size else 1)
     codes = rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
-    bias = rng.integers(0x3C00, 0x4000, m.rows).astype(np.uint16) if m.bias else None
+    bias = rng.integers(0x3C00, 0x3E00, m.rows).astype(np.uint16) if m.bias else None
     if version.zero == "stored":
-        scale = rng.integers(0x3C00, 0x4000, (m.rows, groups)).astype(np.uint16)
-        zero = (rng.integers(0, 1 << version.bits, (m.rows, groups)) << (8 - version.bits)).astype(np.uint8)
+        scale = rng.integers(0x3C00, 0x4000, shape).astype(np.uint16)
+        zero = (rng.integers(0, 1 << version.bits, shape) << (8 - version.bits)).astype(np.uint8)
         return AffineMatrix(codes, scale, zero, bias)
     if version.bits == 8:
-        codes[codes & 0x7F == 0x7F] = 0
-    if version.scale_dtype != "F32":
-        low, high = (121, 128) if version.scale_dtype == "F8_E8M0" else (8, 0x40)
-        bits = rng.integers(low, high, (m.rows, groups)).astype(np.uint8)
-        outer = np.full(m.rows, rng.uniform(0.1, 1), np.float32) if version.name == "nvfp4" else None
-        return ReleasedMatrix(codes, bits, outer, bias)
-    scale32 = rng.uniform(0.01, 2, (m.rows, groups)).astype(np.float32)
-    if version.group_size:
-        scale32 = np.repeat(scale32[::BLOCK_ROWS], BLOCK_ROWS, axis=0)[: m.rows]
-    return ReleasedMatrix(codes, scale32, None, bias)
+        codes -= codes & 0x7F == 0x7F
+    outer = None
+    block = np.arange(m.rows) // BLOCK_ROWS
+    if version.scale_dtype == "F32":
+        scale = rng.uniform(1e-4, 3e-4, shape).astype(np.float32)
+        scale = scale[::BLOCK_ROWS][block] if version.group_size else scale
+    else:
+        size = {"F8_E8M0": (118, 123), "F8_E4M3": (0x40, 0x60)}[version.scale_dtype]
+        scale = np.where(rng.random(shape) < 0.03, rng.integers(0, 3), rng.integers(*size, shape)).astype(np.uint8)
+    if "outer" in {s.kind for s in version.sections((m,))}:
+        outer = rng.uniform(1e-3, 3e-3, block[-1] + 1).astype(np.float32)[block]
+    return ReleasedMatrix(codes, scale, outer, bias)
 
 
 def gaussian_released(m: Matrix, version: Version, seed: int) -> ReleasedMatrix:

@@ -6,6 +6,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from released_values import random_released
 
 from moepack.pack.codec.affine import AffineMatrix
 from moepack.pack.codec.bits import bf16_to_float32
@@ -31,9 +32,9 @@ def bf16(values: np.ndarray) -> np.ndarray:
 
 def random_expert(m: Matrix, version: Version, seed: int) -> AffineMatrix | ReleasedMatrix:
     """Like a trained matrix: scales of one size, some negative; zero points about the middle of the codes."""
-    rng = np.random.default_rng(seed)
     if version.zero == "none" and not version.trellis:
-        return random_released(m, version, rng)
+        return random_released(m, version, seed)
+    rng = np.random.default_rng(seed)
     shape = (m.rows, -(-m.cols // max(version.group_size, 1)))
     values = rng.uniform(0.01, 0.03, shape) * rng.choice([-1, 1, 1, 1], shape)
     if version.trellis:  # levels go to some hundreds
@@ -44,26 +45,6 @@ def random_expert(m: Matrix, version: Version, seed: int) -> AffineMatrix | Rele
     zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
     bias = bf16(rng.normal(0, 0.1, m.rows)) if m.bias else None
     return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
-
-
-def random_released(m: Matrix, version: Version, rng: np.random.Generator) -> ReleasedMatrix:
-    """Every code but those of NaN, scales of one size; and a few that are the least, zero or denormal."""
-    groups = -(-m.cols // version.group_size) if version.group_size else 1
-    shape, rows = (m.rows, groups), np.arange(m.rows) // 16
-    codes = rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
-    if version.bits == 8:
-        codes -= codes & 0x7F == 0x7F
-    outer = None
-    if version.scale_dtype == "F32":
-        scale = rng.uniform(1e-4, 3e-4, shape).astype(np.float32)
-        scale = scale[::16][rows] if version.group_size else scale
-    else:
-        size = {"F8_E8M0": (118, 123), "F8_E4M3": (0x40, 0x60)}[version.scale_dtype]
-        scale = np.where(rng.random(shape) < 0.03, rng.integers(0, 3), rng.integers(*size, shape)).astype(np.uint8)
-    if "outer" in {s.kind for s in version.sections((m,))}:
-        outer = rng.uniform(1e-3, 3e-3, rows[-1] + 1).astype(np.float32)[rows]
-    bias = bf16(rng.normal(0, 0.1, m.rows)) if m.bias else None
-    return ReleasedMatrix(codes, scale, outer, bias)
 
 
 @dataclass

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from small_bundle import DENSE as DENSE_MATRICES
-from small_bundle import DENSE_VERSIONS, MATRICES, VERSIONS
+
+from benchmarks.hostile.small_bundle import DENSE as DENSE_MATRICES
+from benchmarks.hostile.small_bundle import DENSE_VERSIONS, MATRICES, VERSIONS
 
 from .names import BF16, HEAD, Q1, Q8, W1, W3, W4, Do
 

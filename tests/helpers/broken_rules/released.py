@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 from hostile_edits import Victim
-from small_bundle import MATRICES
 
+from benchmarks.hostile.small_bundle import MATRICES
 from moepack.pack.spec import Version
 
 from .names import Do

@@ -6,12 +6,9 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
-from released_values import random_released
 
-from moepack.pack.codec.affine import AffineMatrix
+from benchmarks.random_matrices import coded
 from moepack.pack.codec.bits import bf16_to_float32
-from moepack.pack.codec.released import ReleasedMatrix
-from moepack.pack.codec.trellis import DEVIATION
 from moepack.pack.encodings.base import KNOWN
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.forms import handle, make_forms
@@ -28,23 +25,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 def bf16(values: np.ndarray) -> np.ndarray:
     return torch.from_numpy(values.astype(np.float32)).to(torch.bfloat16).view(torch.uint16).numpy()
-
-
-def random_expert(m: Matrix, version: Version, seed: int) -> AffineMatrix | ReleasedMatrix:
-    """Like a trained matrix: scales of one size, some negative; zero points about the middle of the codes."""
-    if version.zero == "none" and not version.trellis:
-        return random_released(m, version, seed)
-    rng = np.random.default_rng(seed)
-    shape = (m.rows, -(-m.cols // max(version.group_size, 1)))
-    values = rng.uniform(0.01, 0.03, shape) * rng.choice([-1, 1, 1, 1], shape)
-    if version.trellis:  # levels go to some hundreds
-        values /= DEVIATION
-    scale = values.astype(np.float16).view(np.uint16) if version.scale_dtype == "F16" else bf16(values)
-    if version.scale_bits == 8:  # five bits of mantissa, none negative, some over a hundred times as small
-        scale = np.where(rng.random(shape) < 0.03, bf16(np.array(0.0002)), scale) & np.uint16(0x7FFC)
-    zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
-    bias = bf16(rng.normal(0, 0.1, m.rows)) if m.bias else None
-    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
 
 
 @dataclass
@@ -78,7 +58,7 @@ def _make_layer(m: Matrix, versions: tuple[Version, ...], of_expert: tuple[int, 
                 room[form.bias : form.bias + 2 * m.rows] = torch.from_numpy(b.view(np.uint8).copy())
                 bias = b
         else:
-            made = random_expert(m, version, seed + e)
+            made = coded(m, version, seed + e)
             version.restore((m,), version.encode((m,), [made])[0], room.numpy())
             value, bias = made.dequantise(version), made.bias
         extents.append(room)

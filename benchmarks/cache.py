@@ -10,8 +10,6 @@ the same. All forms take turns in one run on one thread, and are medians of proc
 machine do not lengthen.
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 import tempfile

@@ -4,8 +4,6 @@ Against `moepack serve`, with `ignore_eos`, every answer has as many tokens as w
 fewer, and what came is what counts.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import statistics

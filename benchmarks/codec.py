@@ -8,8 +8,6 @@ Peers come with the extra `bench`; one that is not installed is left out and sai
 processor time, which others on the machine do not lengthen; a ratio is the median of rounds in which all take turns.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import statistics

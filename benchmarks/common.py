@@ -1,7 +1,5 @@
 """What the benchmarks share: the machine's description, the table, the targets, the JSON file, the command line."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

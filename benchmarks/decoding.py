@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -78,18 +78,21 @@ def divergence(best: Tensor, logs: Tensor) -> float:
     return float((best.exp() * (best - logs)).sum(-1).mean())
 
 
-def reading(model: CausalModel | PreTrainedModel, **given: object) -> Callable[[Tensor], Tensor]:
+class Reading:
     """Passes of one sequence with a cache: from the next tokens, [1, tokens], to logits. `given` goes to each pass."""
-    cache: dict[str, object] = {}
 
-    def run(ids: Tensor) -> Tensor:
-        nonlocal cache
-        out = model(input_ids=ids, use_cache=True, **given, **cache)
-        cache = with_cache(model, cache_in(out))
+    def __init__(self, model: CausalModel | PreTrainedModel, **given: object) -> None:
+        self._model = model
+        self._given = given
+        self.cache: Any = None
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """A pass."""
+        kept = {} if self.cache is None else with_cache(self._model, self.cache)
+        out = self._model(input_ids=ids, use_cache=True, **self._given, **kept)
+        self.cache = cache_in(out)
         logits: Tensor = out.logits
         return logits
-
-    return run
 
 
 def decode(model: PreTrainedModel, texts: Sequence[Text], prompt: int, reference: Decoded | None = None) -> Decoded:
@@ -120,7 +123,7 @@ def decode(model: PreTrainedModel, texts: Sequence[Text], prompt: int, reference
 
 def _window(model: PreTrainedModel, ids: Tensor, prompt: int, out: Decoded) -> Tensor:
     """Logits before each token after the prompt, float32 [tokens, vocabulary]."""
-    run = reading(model, logits_to_keep=1)
+    run = Reading(model, logits_to_keep=1)
     logits = []
     for part in (ids[:prompt], *ids[prompt:-1].split(1)):
         began = time.perf_counter()
@@ -131,7 +134,7 @@ def _window(model: PreTrainedModel, ids: Tensor, prompt: int, out: Decoded) -> T
 
 
 def timed(run: Callable[[Tensor], Tensor], parts: Sequence[list[int]]) -> list[float]:
-    """Seconds of a pass of `reading` over each part of a text."""
+    """Seconds of a pass of `Reading` over each part of a text."""
     spent = []
     with torch.inference_mode():
         for part in parts:

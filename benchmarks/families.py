@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from benchmarks.common import arguments, finish
-from benchmarks.decoding import reading
+from benchmarks.decoding import Reading
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -311,7 +311,7 @@ class Passes:
         """Run a model over `ids`, with the choices `given`, in order, in place of its own; `served`: by the engine."""
         import torch
 
-        run = _by_engine(model) if served else reading(model)
+        run = _by_engine(model) if served else Reading(model)
         logits = []
         with _choices(given) as mode, torch.inference_mode():
             for part in ids.split(TOKENS, dim=1):
@@ -331,7 +331,7 @@ def _in_one_call(model: CausalModel, ids: Tensor, layers: bool = True) -> Tensor
 
     from moepack.runtime.dense.watched import Watched
 
-    run = reading(model)
+    run = Reading(model)
     with contextlib.ExitStack() as stack:
         if not layers:
             stack.enter_context(patch.object(Watched, "unchanged", lambda watched, layer: False))

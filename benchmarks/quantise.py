@@ -9,8 +9,6 @@ magnitude (`rtn`'s). Times are medians, methods taking turns; gptqmodel runs onc
 (OMP_NUM_THREADS=1) the times mean most on a machine that others use too.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterable, Iterator

@@ -11,8 +11,6 @@ Triton keeps what it compiled. `--loops` counts the instructions that a thread t
 kernel for few tokens, and its barriers, on sm_90.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

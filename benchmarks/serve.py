@@ -12,8 +12,6 @@ says how its memory grew after a tenth of the time. With `--memory` the server r
 group of that size, which must not kill it. Without arguments: the model and texts in examples/.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

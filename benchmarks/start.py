@@ -8,8 +8,6 @@ imports torch and the model's class from transformers and does nothing else, wit
 moepack leaves out (runtime/patches.py). Processor time is printed beside the clock's: on a shared machine they differ.
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import statistics
@@ -20,7 +18,7 @@ import time
 from pathlib import Path
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, build, finish
-from benchmarks.decoding import reading
+from benchmarks.decoding import Reading
 from benchmarks.serve import RECIPE
 
 IMPORTS = "import torch, transformers.models.qwen3_moe.modeling_qwen3_moe"
@@ -93,7 +91,7 @@ def predicted(bundle: str, memory: str) -> tuple[list[Row], list[Target]]:
     own: Row = {"memory": memory, "policy": POLICY, "kv_tokens": TOKENS + 64, "prefill_tokens": 16, "all_logits": False}
     found = plan(bundle, LoadOptions(**own))
     model = moepack.load(bundle, **own)
-    run = reading(model)
+    run = Reading(model)
     began = (0.0, 0.0, 0.0, 0.0)
     with model.moepack as serving, torch.inference_mode():
 

@@ -12,8 +12,6 @@ fused kernel ("flash attention"): whichever reads a prompt of 1,024 tokens faste
 thread compute all the time on the same processors, as other programs of a user do.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess
@@ -166,7 +164,8 @@ def main() -> int:
         for name, shape in shapes.items():
             try:
                 make(shape, workers.get("llama.cpp"))
-                workers["moepack"].call("open_model", key=name, bundle=str(bundle_of(shape)), version="w4", dense="w4")
+                bundle = str(bundle_of(shape))
+                workers["moepack"].call("open_model", key=name, bundle=bundle, policy="static:w4", dense="w4")
                 if "llama.cpp" in workers:
                     peers[f"llama.cpp, {name}"] = opened(workers["llama.cpp"], name, gguf_of(shape), room)
                 print(f"measuring {name}", flush=True)

@@ -5,8 +5,6 @@
 SOURCE is llama.cpp's source, which llama-cpp-python's archive holds. Runs in moepack's environment, which has torch.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ Both come from one checkpoint with random BF16 weights, which is removed: the bu
 BF16 and in `w4`, the file has all matrices in Q4_0.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -3,8 +3,6 @@
 DeepSeek-V2's has the sizes of DeepSeek-V2-Lite, and beside them the larger model's low rank of queries.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

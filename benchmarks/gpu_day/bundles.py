@@ -1,7 +1,5 @@
 """Generated bundles that stages share, and that a later run with the same `--work` finds again."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """What the machine is, and its rates: copies from host to device and inside the device, and a launch."""
 
-from __future__ import annotations
-
 import time
 
 import torch
@@ -14,19 +12,10 @@ from .rows import Entry, Measured, Rows, Setting
 def rows(setting: Setting) -> Rows:
     """The stage's rows."""
     return {
-        "doctor: problems": Entry(lambda: doctor(setting), on_cpu=True),
         "copy from pinned memory": Entry(lambda: from_host(setting)),
         "copy inside the device": Entry(lambda: inside(setting), on_cpu=True),
         "launch": Entry(lambda: launch(setting), on_cpu=True),
     }
-
-
-def doctor(setting: Setting) -> Measured:
-    """What `moepack doctor` finds."""
-    from moepack.reports import doctor as report
-
-    found = report.doctor(setting.work)
-    return Measured(len(found["problems"]), "problems", limit=0, more=found)
 
 
 def from_host(setting: Setting) -> Measured:

@@ -5,8 +5,6 @@ fails, the row that it had begun says so, and a new process goes on with the nex
 process is killed, with all that it started. A child whose parent is killed ends, too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,9 +1,8 @@
-"""A generated model served in a budget: promotions, what they cost passes, and whether bytes and counts are right."""
+"""A generated model served in a budget: promotions, and whether bytes and replayed graphs are right after them."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 
 import moepack
 from benchmarks.common import Row, least_budget
-from benchmarks.decoding import reading
+from benchmarks.decoding import Reading
 from benchmarks.limited.shapes import SHAPES, Shape
 from moepack.families.arguments import with_cache
 from moepack.pack.reader import open_bundle
@@ -49,7 +48,6 @@ def rows(setting: Setting) -> Rows:
     out = {"generated bundles": Entry(lambda: bundles(setting), on_cpu=True)}
     for n in SLOTS:
         out[f"promotions, {n} slot{'s' * (n > 1)}"] = Entry(partial(promotions, setting, n))
-    out["half-fitting budget: the driver's count"] = Entry(lambda: memory(setting), on_cpu=True)
     out["1,000 promotions: wrong extents"] = Entry(lambda: checked(setting), on_cpu=True)
     out["graph, replayed after promotions"] = Entry(lambda: replayed(setting))
     return out
@@ -130,9 +128,9 @@ def _least(setting: Setting) -> int:
 
 
 @contextlib.contextmanager
-def served(setting: Setting, share: float) -> Iterator[ServedModel]:
-    """The deep model in a budget with room for this share of its experts at the high version."""
-    budget = round(_least(setting) + share * _room(setting))
+def served(setting: Setting) -> Iterator[ServedModel]:
+    """The deep model in a budget with room for half of its experts at the high version."""
+    budget = round(_least(setting) + _room(setting) / 2)
     model = moepack.load(made_bundle(setting, DEEP), device_memory=budget, **_options(setting))
     try:
         yield model
@@ -166,49 +164,16 @@ def _settle(live: ResidencyManager) -> None:
 def _steps(model: PreTrainedModel, setting: Setting, steps: int) -> None:
     """Read a prompt, and decode so many tokens."""
     with torch.inference_mode():
-        run = reading(model)
+        run = Reading(model)
         run(torch.ones(1, 16, dtype=torch.long, device=setting.torch))
         for step in range(steps):
             run(torch.full((1, 1), 5 + step, device=setting.torch))[0, -1, 0].item()
 
 
-def _used(setting: Setting) -> float:
-    """Bytes of the GPU in use, all processes': NVML's count, or the driver's where NVML's binding is not installed."""
-    try:
-        import pynvml  # type: ignore[import-not-found]
-    except ImportError:
-        free, total = torch.cuda.mem_get_info()
-        return float(total - free)
-    pynvml.nvmlInit()
-    return float(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())).used)
-
-
-def memory(setting: Setting) -> Measured:
-    """Megabytes that the GPU has lost since the context was there, beside the budget and the tracker's own count."""
-    before = 0.0
-    _least(setting)
-    gc.collect()
-    if setting.on_gpu:
-        torch._C._cuda_clearCublasWorkspaces()  # they lie within what earlier rows took, and keep it
-        torch.cuda.empty_cache()
-        torch.ones(1, device="cuda") @ torch.ones(1, device="cuda")  # the context and cuBLAS's workspace
-        before = _used(setting)
-    with served(setting, 0.5) as model:
-        _steps(model, setting, 4)
-        peak = model.moepack.resident_bytes_peak
-        budget = model.moepack.budget_bytes
-        assert budget is not None
-        taken = _used(setting) - before if setting.on_gpu else float(peak)
-        more = {"tracker MB": peak / 1e6, "budget MB": budget / 1e6}
-        if setting.on_gpu:
-            more["torch reserved MB"] = torch.cuda.memory_reserved() / 1e6
-        return Measured(taken / 1e6, "MB", limit=budget / 1e6, more=more)
-
-
 def checked(setting: Setting) -> Measured:
     """Extents that are not the bundle's bytes after so many promotions, with passes between them."""
     wanted = 4 if setting.small else 1000
-    with served(setting, 0.5) as model:
+    with served(setting) as model:
         live = model.moepack.manager
         assert live is not None
         bundle = model.moepack.bundle
@@ -278,7 +243,7 @@ def replayed(setting: Setting) -> Measured:
     """The greatest difference of logits between a replay after promotions and the same step launched one by one."""
     from transformers import StaticCache
 
-    with captures() as said, served(setting, 0.5) as model:
+    with captures() as said, served(setting) as model:
         cache = StaticCache(config=model.config, max_cache_len=128)
         _decode(model, cache, setting, 6)
         if not any("is now" in text for text in said):

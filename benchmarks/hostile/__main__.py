@@ -10,8 +10,6 @@ counts: another exception, ten seconds, two gigabytes, the end of the process, a
 was named, and of a checkpoint that opens, codes that stand for other values than moepack decodes.
 """
 
-from __future__ import annotations
-
 from benchmarks.common import Target, arguments, finish, show
 
 from . import bundles, checkpoints

@@ -1,53 +1,25 @@
 """Small whole bundles of each version that holds a checkpoint, ways to change them, and what then uses them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import random
 import struct
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
-from benchmarks.common import Row
-from benchmarks.limited.bundle import put_layer
-from moepack.pack.codec.affine import AffineMatrix
-from moepack.pack.codec.bits import Bf16Bits, Buffer
-from moepack.pack.codec.lossless import LosslessMatrix
-from moepack.pack.codec.released import ReleasedMatrix
 from moepack.pack.errors import MoepackError
-from moepack.pack.manifest import MANIFEST, Manifest, canonical
+from moepack.pack.manifest import MANIFEST, canonical
 from moepack.pack.reader import open_bundle, verify
-from moepack.pack.safetensors_file import make_header
-from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version, dense_layers
-from moepack.pack.tables import TABLES, metadata
-from moepack.pack.writer import BundleWriter
+from moepack.pack.tables import TABLES
 from moepack.pipeline.shrink import shrink
 
 from .edits import Case, Subject, change, damaged, header_of, with_header
+from .small_bundle import RELEASED, released_versions, write_small_bundle
 
-LAYERS = tuple(
-    ExpertLayer(n, f"model.layers.{n}.mlp.experts", 2, (Matrix("gate_up", 16, 64), Matrix("down", 64, 8)))
-    for n in (0, 1)
-)
-VERSIONS = tuple(Version.of(name, 64) for name in ("bf16", "w4", "w2"))
-# What holds the checkpoint.
-HOLDING = (
-    VERSIONS[0],
-    *(Version.of(name) for name in ("mxfp4", "nvfp4", "mxfp8", "fp8row")),
-    *(Version.of(name, 32) for name in ("fp8", "int4", "int8", "int4fp16")),
-)
-DENSE = (
-    DenseMatrix(1, "model.layers.1.self_attn.q_proj", Matrix("weight", 17, 64, True)),
-    DenseMatrix(None, "lm_head", Matrix("weight", 20, 65)),
-)
-DENSE_VERSIONS = tuple(Version.of(name, 64) for name in ("bf16", "w8"))
 PACKED = ("experts/", "dense/")
 
 
@@ -90,70 +62,10 @@ class BundleCase(Case):
         return canonical(document)
 
 
-def whole(target: Path, holding: Version = VERSIONS[0]) -> None:
-    """A bundle with everything that can be changed, of a few pages; `holding` is its version of the checkpoint."""
-    versions = (holding, *VERSIONS[1:])
-    numbers = np.random.default_rng(0)
-    with BundleWriter(target) as writer:
-        config: Row = {"model_type": "qwen3_moe", "architectures": ["X"]}
-        config["quantization_config"] = {"quant_method": "moepack"}
-        writer.path("config.json").write_text(json.dumps(config))
-        dense = {"model.norm.weight": ("F32", (8,))} | {f"{x.module}.down_proj": ("BF16", (1,)) for x in LAYERS}
-        writer.path("model.safetensors").write_bytes(make_header(dense, {}) + bytes(32 + 2 * len(LAYERS)))
-        tables: Row = {}
-        for layer in LAYERS:
-            shape = (layer.experts, len(versions))
-            found = {"tokens": np.full(2, 7), "gate_sum": np.ones(2, np.float32), "method": np.zeros(shape, np.uint8)}
-            for loss in ("mse", "relative", "gated"):
-                found |= {loss: np.full(shape, 0.1, np.float32), f"{loss}_error": np.full(shape, 0.01, np.float32)}
-            found |= {f"{half}_counts": np.ones((3, 2), np.int32) for half in ("prefill", "decode")}
-            found |= {"prefill_gates": np.ones((3, 2), np.float32), "coactivation": np.eye(2, dtype=np.int64)}
-            found["reuse"] = np.full((), 0.5, np.float32)
-            tables |= {f"layers.{layer.index}.{name}": value for name, value in found.items()}
-            for version in versions:
-                extents = (_extent(layer.matrices, version, numbers) for _ in range(layer.experts))
-                put_layer(writer, target.with_name("aside"), version, layer, extents)
-        for version in DENSE_VERSIONS:
-            for part in dense_layers(DENSE):
-                extents = (_extent((m.matrix,), version, numbers) for m in part.matrices)
-                put_layer(writer, target.with_name("aside"), version, part, extents)
-        shape = (len(DENSE), len(DENSE_VERSIONS))
-        tables |= {f"dense.{name}": np.full(shape, 0.1, np.float32) for name in ("relative", "mse")}
-        tables |= {"dense.method": np.zeros(shape, np.uint8), "dense.signal": np.ones(len(DENSE), np.float32)}
-        tables["dense.tokens"] = np.full(len(DENSE), 7)
-        columns = metadata([v.name for v in versions], ["rtn"])
-        columns["dense_versions"] = ",".join(v.name for v in DENSE_VERSIONS)
-        save_file(tables, writer.path(TABLES), columns)
-        for name in ("config.json", "model.safetensors", TABLES):
-            writer.add(name)
-        model: Row = {"model_type": "qwen3_moe", "architecture": "X", "decoder_layers": 2}
-        manifest = Manifest(
-            {**model, "expert_dtype": next(iter(holding.holds))}, LAYERS, versions, {}, {}, {"recipe": "none"}
-        )
-        writer.finish(replace(manifest, dense=DENSE, dense_versions=DENSE_VERSIONS))
-
-
-def _extent(matrices: tuple[Matrix, ...], version: Version, numbers: np.random.Generator) -> tuple[Buffer, int]:
-    if version.plain:
-        weights = [numbers.integers(0, 1 << 15, (m.rows, m.cols)).astype(np.uint16) for m in matrices]
-        return version.encode(matrices, [LosslessMatrix(w, _bias(m)) for w, m in zip(weights, matrices, strict=True)])
-    made: list[AffineMatrix | ReleasedMatrix] = []
-    for m in matrices:
-        groups = (m.rows, -(-m.cols // (version.group_size or m.cols)))
-        codes = numbers.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
-        if version.entropy_coded and m.cols > 8:  # of few values, so that they are kept coded; others plain
-            codes &= np.uint8(0x83)
-        if version.released and version.zero == "none":
-            bits = np.full(groups, 1, np.float32 if version.scale_dtype == "F32" else np.uint8)
-            outer = np.ones(m.rows, np.float32) if version.name == "nvfp4" else None
-            made.append(ReleasedMatrix(codes & np.uint8(0xBF), bits, outer, _bias(m)))
-            continue
-        made.append(AffineMatrix(codes, np.full(groups, 0x3C00, np.uint16), np.ones(groups, np.uint8), _bias(m)))
-    return version.encode(matrices, made)
-
-
-def _bias(matrix: Matrix) -> Bf16Bits | None:
-    return np.full(matrix.rows, 0x3F80, np.uint16) if matrix.bias else None
+def whole(target: Path, name: str, group_size: int) -> None:
+    """The small bundle, whose first version, which holds the checkpoint, is this one."""
+    versions = released_versions(name, group_size)
+    write_small_bundle(target, versions, next(iter(versions[0].holds)))
 
 
 def manifests(case: BundleCase) -> None:
@@ -270,4 +182,7 @@ def attempt(root: Path, out: Path, shrinks: bool) -> str:
         return "refused"
 
 
-SUBJECTS = tuple(Subject(f"bundle of {v.name}", partial(whole, holding=v), BundleCase, KINDS, attempt) for v in HOLDING)
+SUBJECTS = tuple(
+    Subject(f"bundle of {name}", partial(whole, name=name, group_size=size), BundleCase, KINDS, attempt)
+    for name, size in {"bf16": 0, **dict(RELEASED)}.items()
+)

@@ -1,7 +1,5 @@
 """Small released checkpoints of each format, ways to change them, and how moepack then reads them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

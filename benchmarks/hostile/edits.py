@@ -1,7 +1,5 @@
 """What a case is, on disk and in memory, and random changes of documents and bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import EXAMPLES, Row, Target, arguments, build, finish, in_turns, lower_quartile
-from benchmarks.decoding import reading, timed
+from benchmarks.decoding import Reading, timed
 from moepack.pack.spec import ExpertLayer, Matrix
 
 from .layers import NAMED, RELEASED, SIZES, VERSIONS, Pool, module_like, routed, torch_forward
@@ -162,7 +162,7 @@ def end_to_end(checkpoint: Path, runs: int, versions: Sequence[str]) -> tuple[li
         times: dict[str, list[list[float]]] = {name: [] for name in models}
         for _ in range(runs + 1):
             for name, model in models.items():
-                times[name].append(timed(reading(model, logits_to_keep=1), parts))
+                times[name].append(timed(Reading(model, logits_to_keep=1), parts))
     rates = {
         name: {
             "decode": 1 / statistics.median(second for _, *tokens in of[1:] for second in tokens),

@@ -5,8 +5,6 @@ bytes of the experts that have tokens over the rate of a copy inside the device,
 Without a GPU it runs in Triton's interpreter, on a layer that is small enough.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,17 +28,12 @@ from .layers import extent_like, module_like
 T = TypeVar("T")
 
 
-def layer_like(
-    matrices: tuple[Matrix, ...], version: Version, experts: int, device: torch.device, alike: bool
-) -> Snapshot:
-    """A layer of experts that are all `alike`, in memory of their own, or each drawn on its own."""
+def layer_like(matrices: tuple[Matrix, ...], version: Version, experts: int, device: torch.device) -> Snapshot:
+    """A layer of experts that are all alike, in memory of their own."""
     layer = LayerExperts(ExpertLayer(0, "experts", experts, matrices), [version], device)
-    rng = np.random.default_rng(0)
     room = torch.empty(experts, align(version.resident_size(matrices), 64) + 64, dtype=torch.uint8, device=device)
-    extent = extent_like(matrices, version, rng)
+    extent = extent_like(matrices, version, np.random.default_rng(0))
     for e, place in enumerate(room):
-        if e and not alike:
-            extent = extent_like(matrices, version, rng)
         there = place[-place.data_ptr() % 64 :][: len(extent)].copy_(extent)
         layer.publish(e, layer.of.over(version, there))
     return layer.current
@@ -137,7 +130,7 @@ def measure(
         work = replayed(partial(_all, partial(grouped, weights[0], weights[1], x), chosen))
         theirs = seconds(work, runs) / len(chosen)
         count = 4 * cache // (size * experts) + 1
-        layers = [layer_like(matrices, version, experts, device, alike=True) for _ in range(count)]
+        layers = [layer_like(matrices, version, experts, device) for _ in range(count)]
         calls = [LayerCall(module, k, x, i, gates) for k in layers for i in chosen]
         ours = seconds(replayed(partial(_all, served, calls)), runs) / len(calls)
     used = sum(len(i.unique()) for i in chosen) / len(chosen)

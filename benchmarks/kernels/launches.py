@@ -1,7 +1,5 @@
 """The launches that the runtime makes on a GPU, as it makes them, on tensors without memory: nothing is launched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

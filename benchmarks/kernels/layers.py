@@ -1,18 +1,14 @@
 """Generated experts for benchmarks: memory, a module, torch's side, routing."""
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from moepack.pack.codec.affine import AffineMatrix
-from moepack.pack.codec.released import CODES, ReleasedMatrix
+from benchmarks.random_matrices import Coded, coded, gaussian
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.reference import plain_weights, sections_of
 
@@ -58,38 +54,15 @@ def extent_like(matrices: tuple[Matrix, ...], version: Version, rng: np.random.G
     for weights in plain:
         weights.copy_(torch.from_numpy(rng.standard_normal(weights.shape, np.float32) * np.float32(0.02)))
     if not plain:
-        drawn = [_matrix(m, version.at(i), rng) for i, m in enumerate(matrices)]
-        biases = [rng.integers(0x3D00, 0x3E00, m.rows).astype(np.uint16) if m.bias else None for m in matrices]
-        values = [replace(d, bias=b) for d, b in zip(drawn, biases, strict=True)]
+        values: list[Coded] = []
+        for i, m in enumerate(matrices):
+            seed = int(rng.integers(1 << 31))
+            if version.entropy_coded:  # what it takes in a file depends on its values
+                values.append(gaussian(m, version, seed))
+            else:
+                values.append(coded(m, version.at(i), seed, small=0.0))  # denormal numbers cost a processor time
         version.restore(matrices, version.encode(matrices, values)[0], extent.numpy())
     return extent
-
-
-def _matrix(m: Matrix, version: Version, rng: np.random.Generator) -> AffineMatrix | ReleasedMatrix:
-    if version.zero == "none" and version.released:
-        return _released(m, version, rng)
-    shape = (m.rows, -(-m.cols // version.group_size))
-    drawn = torch.from_numpy(rng.uniform(0.005, 0.01, shape))
-    scale = (drawn.half() if version.scale_dtype == "F16" else drawn.bfloat16()).view(torch.uint16).numpy()
-    zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
-    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero)
-
-
-def _released(m: Matrix, version: Version, rng: np.random.Generator) -> ReleasedMatrix:
-    """Normal weights in FP4 or FP8 codes, whose greatest of a group is the greatest code; scales of one size."""
-    values = CODES[version.bits].copy()
-    values[~np.isfinite(values)] = 1e9
-    order = np.argsort(values, kind="stable")
-    middles = (values[order][1:] + values[order][:-1]) / 2
-    drawn = rng.standard_normal((m.rows, m.cols), np.float32) * np.float32(2 if version.bits == 4 else 100)
-    codes = order[np.searchsorted(middles, drawn)].astype(np.uint8)
-    shape = (m.rows, -(-m.cols // (version.group_size or m.cols)))
-    if version.scale_dtype == "F32":
-        scale = np.full(shape, 2e-4, np.float32)
-    else:
-        scale = np.full(shape, 120 if version.scale_dtype == "F8_E8M0" else 0x48, np.uint8)
-    outer = np.full(m.rows, 5e-3, np.float32) if version.name == "nvfp4" else None
-    return ReleasedMatrix(codes, scale, outer)
 
 
 def module_like() -> Any:

@@ -24,8 +24,6 @@ cache. Rows are kept in rows.json beside the model, and finished ones are not ru
 is refused, killed or stopped is a row too.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -4,8 +4,6 @@ Every layer has files of its own, so the page cache and reads count each, whatev
 makes the versions: any method's extents have as many bytes.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import shutil

@@ -141,6 +141,11 @@ def _queue(path: Path) -> Path:
     return (device if (device / "queue").is_dir() else device.parent) / "queue"
 
 
+def counts() -> dict[str, float]:
+    """What this process has had read from disk, its seconds of processors, and its memory that belongs to no file."""
+    return {"read": bytes_read(os.getpid()), "cpu": time.process_time(), "anonymous": anonymous(os.getpid())}
+
+
 def bytes_read(pid: int) -> int:
     """Bytes that a process has had read from disk, its page faults included."""
     with suppress(OSError):

@@ -4,8 +4,6 @@ Everything is written into a directory beside the model's and moves when it is w
 by the next.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -16,8 +14,7 @@ from pathlib import Path
 from benchmarks.peers import environments
 from benchmarks.peers.worker import ROOT, PeerError
 
-from .passes import SESSION
-from .shapes import NAMES, Shape, text, word
+from .shapes import NAMES, SESSION, Shape, text, word
 
 # lines of a file of prompts, and words of one
 PROMPTS = 64
@@ -64,7 +61,7 @@ def make(shape: Shape, mixes: Sequence[str], most: float) -> None:
         print(f"writing {gguf_of(shape, mix).name}", flush=True)
         with _aside(where) as aside:
             command = [str(python), "-m", "benchmarks.limited.theirs", str(len(os.sched_getaffinity(0)))]
-            command += ["write", shape.name, mix, str(aside / "gguf")]
+            command += [shape.name, mix, str(aside / "gguf")]
             done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
             if done.returncode:
                 raise PeerError(f"{gguf_of(shape, mix).name} cannot be written: status {done.returncode}")

@@ -1,33 +1,28 @@
 """One row: a side in its cage, from a cold start to the end of its texts, its time, or itself. Judges nothing."""
 
-from __future__ import annotations
-
 import itertools
 import json
-import os
 import re
-import selectors
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from benchmarks.common import Row
 from benchmarks.peers import environments
-from benchmarks.peers.worker import ROOT, PeerError
+from benchmarks.peers.sides import processors
+from benchmarks.peers.worker import PeerEnded, PeerError, Worker
 
 from .cage import Cage, forget, read_ahead
 from .make import bundle_of, gguf_of, home
-from .passes import Order
-from .shapes import Shape
+from .shapes import SESSION, TOPICS, Shape, text
 
 WARM = 64  # tokens decoded before those that count
+REPEATED = 32  # tokens whose keys and values fill a deep context
 # what of a cage is left to the kernel: a share, and bytes
 MARGIN = 64
 LEAST_MARGIN = 32 << 20
@@ -69,99 +64,95 @@ class Asked:
         """Variables that hold moepack and torch to AVX2, if the side says so."""
         return AVX2 if ":avx2" in self.side else {}
 
-    def command(self, shape: Shape) -> list[str]:
-        """What is run. Raises PeerError where llama.cpp, or the model, is not there."""
+    def opens(self, shape: Shape) -> tuple[Path, str, Row]:
+        """The interpreter and the module of the side, and what it opens.
+
+        Raises PeerError where llama.cpp, or the model, is not there.
+        """
         who, _, rest = self.side.partition(":")
         rest = rest.partition(":read-ahead=")[0].removesuffix(":avx2")
         what, *named = re.split(r":(?=dense=|kv=|flash=)", rest)
-        options = dict(option.split("=", 1) for option in named)
+        options: Row = dict(option.split("=", 1) for option in named)
+        room = self.depth + self.prompt + self.decode
         if who == "moepack":
-            options["policy"] = what
             path = bundle_of(shape)
+            python, module = Path(sys.executable), "ours"
             memory = self.cage - max(self.cage // MARGIN, LEAST_MARGIN)
-            run = [sys.executable, "-m", "benchmarks.limited.ours"]
+            options |= {"bundle": str(path), "policy": what, "memory": memory, "looks": True}
+            options |= {"kv_tokens": room, "prefill_tokens": self.prompt, "all_logits": False}
         elif who == "llama":
             path = gguf_of(shape, what)
-            memory = self.cage
             peer = environments.LLAMA_AVX2 if self.environment else environments.LLAMA
-            python = environments.environment(peer, install=False)
-            run = [str(python), "-m", "benchmarks.limited.theirs", str(self.threads), "serve"]
+            python, module = environments.environment(peer, install=False), "llama"
+            if "flash" in options:
+                options["flash"] = options["flash"] == "1"
+            # Repacked weights are copied, and the whole model must fit in memory.
+            options |= {"path": str(path), "repacked": False, "context": room, "batch": self.prompt}
+            options["deep"] = self.depth > 0
         else:
             raise PeerError(f"side {who!r} is unknown: moepack and llama are known")
         if not path.exists():
             raise PeerError(f"{path} is not there: --make")
-        order = Order(str(path), options, memory, self.threads, self.prompt, self.decode, self.depth)
-        return [*run, json.dumps(asdict(order))]
+        return python, f"benchmarks.peers.{module}", options
 
 
 def measure(asked: Asked, shape: Shape) -> Row:
     """Run a side, and say what it did."""
     row: Row = {"side": asked.side, "cage GB": asked.cage / 1e9, "depth": asked.depth}
-    command = asked.command(shape)
+    python, module, opens = asked.opens(shape)
     if asked.cold:
         row["page cache"] = forget(p for p in (bundle_of(shape), gguf_of(shape, "Q4_K_M")) if p.is_file())
     ahead = int(asked.side.partition(":read-ahead=")[2] or 0) or None
+    said: list[Row] = []
     with (
         read_ahead(home(shape), ahead) as found,
         Cage(asked.cage) as cage,
-        tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryDirectory() as scratch,
     ):
         # A cage larger than what the machine has left measures the other programs.
         free = psutil.virtual_memory().available / 1e9
         row |= {"bounds": cage.bounds, "read ahead kB": found, "available GB": free}
         began = time.monotonic()
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            cwd=ROOT,
-            preexec_fn=cage.enter,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(asked.threads), **asked.environment},
-        )
-        said, stopped = _listen(process, began, asked.seconds)
-        status = process.wait()
+        log = Path(scratch) / "log"
+        cpus = processors(asked.threads)
+        with Worker(python, module, cpus, log, asked.environment, asked.seconds, cage.enter) as side:
+            try:
+                for line in _passes(side, asked, opens):
+                    said.append({**line, "at": time.monotonic() - began})
+            except PeerEnded as error:
+                row["result"] = str(error)
+            except PeerError as error:
+                row["result"] = f"refused: {error}".replace(f"{opens.get('bundle')}: ", "")
         row |= {"peak GB": (cage.peak() or 0) / 1e9, **summary(said, asked.prompt)}
         if cage.killed():
             row["result"] = "killed: out of memory" + ("" if "first token s" in row else ", before its first token")
-        elif "result" not in row and stopped:
-            row["result"] = f"stopped after {asked.seconds:.0f} s"
-        elif "result" not in row and status:
-            errors.seek(0)
-            last = (errors.read().decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
-            row["result"] = f"ended with status {status}: {last}"
     return row
 
 
-def _listen(process: subprocess.Popen[bytes], began: float, seconds: float) -> tuple[list[Row], bool]:
-    """What a process says until its end, each line with the seconds until then, and whether it was stopped."""
-    assert process.stdout is not None
-    said: list[Row] = []
-    rest = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while True:
-            left = began + seconds - time.monotonic()
-            if left <= 0 or not selector.select(left):
-                process.send_signal(signal.SIGKILL)
-                return said, True
-            data = os.read(process.stdout.fileno(), 1 << 16)
-            if not data:
-                return said, False
-            *lines, rest = (rest + data).split(b"\n")
-            said += [{**json.loads(line), "at": time.monotonic() - began} for line in lines]
+def _passes(side: Worker, asked: Asked, opens: Row) -> Iterator[Row]:
+    """Load a model, and go through the texts; what each pass took, with all that is counted until then.
+
+    Every side reads the same ids: a text's prompt at once, then its next tokens one by one, whatever the model would
+    have said. So routing is the text's on every side.
+    """
+    side.call("open_model", key="model", **opens)
+    yield side.call("facts", key="model")
+    for topic in range(TOPICS):
+        ids = text(topic, asked.prompt + asked.decode, SESSION)
+        if asked.depth:
+            side.call("deepen", key="model", ids=text(topic, REPEATED, SESSION + 1), depth=asked.depth)
+        for part in (ids[: asked.prompt], *([token] for token in ids[asked.prompt :])):
+            afresh = len(part) > 1 and not asked.depth
+            (seconds,) = side.call("read", key="model", parts=[part], afresh=afresh)
+            yield {"text": topic, "tokens": len(part), "seconds": seconds, **side.call("facts", key="model")}
 
 
 def summary(said: Sequence[Row], prompt: int) -> Row:
     """The measures of a row from the lines of its passes."""
-    out: Row = {}
-    for line in said:
-        if "refused" in line:
-            out["result"] = f"refused: {line['refused']}"
-        if "loaded" in line:
-            out["load s"] = line["at"]
-        if "anonymous" in line:
-            out["process GB"] = max(out.get("process GB", 0.0), line["anonymous"] / 1e9)
-    passes = [line for line in said if "tokens" in line]
+    if not said:
+        return {}
+    loaded, *passes = said
+    out: Row = {"load s": loaded["at"], "process GB": max(line["anonymous"] for line in said) / 1e9}
     if not passes:
         return out
     before = {id(b): a for a, b in itertools.pairwise(said)}

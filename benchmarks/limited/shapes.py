@@ -4,8 +4,6 @@ A text stays within one topic. A topic's tokens stand in clusters; a text stays 
 draws them there by Zipf's law.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ STAY = 48
 ZIPF = 0.8
 BITS = {"bf16": 10.7, "mxfp4": 4.25, "w4": 4.19, "w2": 2.375}  # of a weight
 CONTEXT = 32_768
+SESSION = 7  # the seed of the texts that sides read
 NAMES = ("first", "second", "third")  # the topics' names in tables
 
 

@@ -6,8 +6,6 @@ busiest tenth of a layer's experts takes about half of a text's tokens, and a ca
 of them hits 0.43, 0.70 and 0.93 of the time (one layer, without attention).
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 

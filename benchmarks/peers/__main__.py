@@ -18,8 +18,6 @@ true shape, and those of each `--checkpoint`, a small trained Qwen3-MoE (default
 too short for K-quants); then with attention quantised as well, as users run them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile

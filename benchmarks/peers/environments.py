@@ -3,8 +3,6 @@
 llama-cpp-python and ik-llama-cpp-python are compiled here, for this processor and without BLAS.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Runs in the llama.cpp side's process only.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-
-from .ggml_types import GgmlType
+from gguf import GGMLQuantizationType
+from gguf.quants import quant_shape_to_byte_shape
 
 _P = ctypes.c_void_p
 _I = ctypes.c_int
@@ -48,7 +46,10 @@ class Ggml:
         raise AttributeError(name)
 
     def quantise(
-        self, weight: npt.NDArray[np.float32], kind: GgmlType, importance: npt.NDArray[np.float32] | None = None
+        self,
+        weight: npt.NDArray[np.float32],
+        kind: GGMLQuantizationType,
+        importance: npt.NDArray[np.float32] | None = None,
     ) -> Bytes:
         """Rows in a type: uint8 [..., bytes of a row].
 
@@ -60,10 +61,10 @@ class Ggml:
         weight = np.ascontiguousarray(weight, np.float32)
         cols = weight.shape[-1]
         rows = weight.size // weight.shape[-1]
-        out = np.empty((*weight.shape[:-1], kind.row_bytes(cols)), np.uint8)
+        out = np.empty(quant_shape_to_byte_shape(weight.shape, kind), np.uint8)
         counts = None if importance is None else np.ascontiguousarray(importance, np.float32)
-        if counts is None and self.quantize_requires_imatrix(kind.number):
+        if counts is None and self.quantize_requires_imatrix(kind):
             counts = np.ones(cols, np.float32)
         address = None if counts is None else counts.ctypes.data
-        self.quantize_chunk(kind.number, weight.ctypes.data, out.ctypes.data, 0, rows, cols, address)
+        self.quantize_chunk(kind, weight.ctypes.data, out.ctypes.data, 0, rows, cols, address)
         return out

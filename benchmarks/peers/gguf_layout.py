@@ -1,17 +1,16 @@
 """Where the tensors of a Qwen3-MoE checkpoint stand in a GGUF file, and of which type: names in, a list out.
 
-Quantises and writes nothing; needs neither gguf nor torch. GGUF holds the experts of a layer as three tensors, gate, up
+Quantises and writes nothing; needs no torch. GGUF holds the experts of a layer as three tensors, gate, up
 and down, [experts, rows, cols] each; a checkpoint has a tensor an expert.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.common import Row
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quant_shape_to_byte_shape
 
-from .ggml_types import TYPES
+from benchmarks.common import Row
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
 MIXES = ("BF16", "Q4_K_M", "Q2_K", "MXFP4")
@@ -37,7 +36,7 @@ class GgufTensor:
     @property
     def byte_shape(self) -> tuple[int, ...]:
         """Its shape in bytes of its type."""
-        return (*self.shape[:-1], TYPES[self.type].row_bytes(self.shape[-1]))
+        return quant_shape_to_byte_shape(self.shape, GGMLQuantizationType[self.type])
 
 
 def tensors(config: Row, mix: str) -> list[GgufTensor]:

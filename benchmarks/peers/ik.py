@@ -4,8 +4,6 @@ Runs in an environment that has ik-llama-cpp-python, gguf and NumPy, and not tor
 gate with its up projection and the sum over experts each in one kernel.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import os
@@ -13,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from .llama import CONTEXT, PROMPT, Model, close_model, compiled_for, read
+from .llama import Model, close_model, compiled_for, read
 from .llama import _models as models
 from .worker import answer, threads
 
@@ -61,9 +59,9 @@ class IkModel(Model):
         self._at = 0
 
 
-def open_model(key: str, path: str, repacked: bool, context: int = CONTEXT, flash: bool | None = None) -> None:
-    """Load a GGUF file, its weights repacked or as they stand."""
-    models[key] = IkModel(path, context, PROMPT, threads(), repacked, flash)
+def open_model(key: str, path: str, **options: Any) -> None:
+    """Load a GGUF file; options are those of Model."""
+    models[key] = IkModel(path, **options)
 
 
 def quantise_file(source: str, out: str, encoding: str) -> None:

@@ -1,7 +1,5 @@
 """What the comparison is held to: rows in, targets out. Measures nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from benchmarks.common import Row, Target

@@ -20,10 +20,10 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize
 
 from benchmarks.common import Row
+from benchmarks.limited.cage import counts
 from benchmarks.limited.weights import to_float
 
 from .ggml import Bytes, Ggml
-from .ggml_types import TYPES, GgmlType
 from .gguf_layout import GgufTensor, metadata, tensors
 from .worker import answer, threads
 
@@ -37,7 +37,7 @@ _models: dict[str, Model] = {}
 _ggml = cache(Ggml)
 
 
-def _spread(kind: GgmlType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iterator[Bytes]:
+def _spread(kind: GGMLQuantizationType, matrices: Sequence[npt.NDArray[np.float32]]) -> Iterator[Bytes]:
     """Matrices in a type, row slices on all threads."""
     for matrix in matrices:
         with ThreadPoolExecutor(threads()) as workers:
@@ -54,7 +54,7 @@ class Source(Protocol):
 
 def _data(tensor: GgufTensor, checkpoint: Source, kinds: int) -> Bytes | npt.NDArray[np.float32]:
     """What the file has of a tensor. Stacked experts repeat after `kinds`: each is converted once."""
-    kind = TYPES[tensor.type]
+    kind = GGMLQuantizationType[tensor.type]
     distinct = tensor.sources[: min(kinds, len(tensor.sources))]
     made: list[Bytes | npt.NDArray[np.float32]] = []
     for source in distinct:
@@ -87,11 +87,9 @@ def write_tensors(source: Source, config: Row, out: str, mix: str, kinds: int) -
         else:
             writer.add_float32(key, value)
     for t in plan:
-        kind = TYPES[t.type]
-        raw = None if kind.name == "F32" else GGMLQuantizationType(kind.number)
+        raw = None if t.type == "F32" else GGMLQuantizationType[t.type]
         shape, dtype = (t.shape, np.dtype(np.float32)) if raw is None else (t.byte_shape, np.dtype(np.uint8))
-        size = int(np.prod(t.byte_shape)) if raw is not None else 4 * int(np.prod(t.shape))
-        writer.add_tensor_info(t.name, shape, dtype, size, raw)
+        writer.add_tensor_info(t.name, shape, dtype, int(np.prod(t.byte_shape)), raw)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -107,9 +105,8 @@ class Model:
 
     Args:
         path: the file.
-        context, batch: tokens of a text, and of a pass.
-        count: threads.
         repacked: whether weights are copied into llama.cpp's own layout, or stay as they stand in the mapped file.
+        context, batch: tokens of a text, and of a pass.
         flash: whether attention is its fused kernel; None leaves the choice to it.
         kv: the type of the KV cache's keys and values.
         deep: whether `deepen` is asked for, which needs a second sequence in the same cache.
@@ -118,10 +115,9 @@ class Model:
     def __init__(
         self,
         path: str,
-        context: int,
-        batch: int,
-        count: int,
         repacked: bool,
+        context: int = CONTEXT,
+        batch: int = PROMPT,
         flash: bool | None = None,
         kv: str = "F16",
         deep: bool = False,
@@ -138,8 +134,8 @@ class Model:
         wanted.n_ctx = context
         wanted.n_batch = batch
         wanted.n_ubatch = batch
-        wanted.n_threads = wanted.n_threads_batch = count
-        wanted.type_k = wanted.type_v = TYPES[kv].number
+        wanted.n_threads = wanted.n_threads_batch = threads()
+        wanted.type_k = wanted.type_v = GGMLQuantizationType[kv]
         if deep:
             wanted.n_seq_max = 2
             wanted.kv_unified = True
@@ -207,9 +203,19 @@ class Model:
         self._llama.llama_model_free(self._model)
 
 
-def open_model(key: str, path: str, repacked: bool, context: int = CONTEXT, flash: bool | None = None) -> None:
-    """Load a GGUF file, its weights repacked or as they stand."""
-    _models[key] = Model(path, context, PROMPT, threads(), repacked, flash)
+def open_model(key: str, path: str, **options: Any) -> None:
+    """Load a GGUF file; options are those of Model."""
+    _models[key] = Model(path, **options)
+
+
+def deepen(key: str, ids: list[int], depth: int) -> None:
+    """See Model."""
+    _models[key].deepen(ids, depth)
+
+
+def facts(key: str) -> Row:
+    """Counts of the process."""
+    return counts()
 
 
 def read(key: str, parts: list[list[int]], afresh: bool) -> list[float]:
@@ -225,7 +231,7 @@ def close_model(key: str) -> None:
     _models.pop(key).close()
 
 
-def quantised(path: str, out: str, encoding: str) -> float:
+def quantised(path: str, out: str, encoding: str) -> None:
     """Quantise and dequantise experts by importance.
 
     Args:
@@ -233,21 +239,18 @@ def quantised(path: str, out: str, encoding: str) -> float:
         out: .npy of the values that come back, float32.
         encoding: the type.
 
-    Returns:
-        bits a weight.
     """
-    kind = TYPES[encoding]
+    kind = GGMLQuantizationType[encoding]
     given = np.load(path)
     weight = given["weight"]
     importance = given["importance"]
 
     def one(e: int) -> npt.NDArray[np.float32]:
         packed = _ggml().quantise(weight[e], kind, importance[e])
-        return dequantize(packed, GGMLQuantizationType(kind.number))
+        return dequantize(packed, kind)
 
     with ThreadPoolExecutor(threads()) as workers:
         np.save(out, np.stack(list(workers.map(one, range(len(weight))))))
-    return kind.bits
 
 
 def quantise_file(source: str, out: str, encoding: str) -> None:
@@ -275,4 +278,5 @@ def compiled_for(told: bytes) -> str:
 
 
 if __name__ == "__main__":
-    answer({f.__name__: f for f in (open_model, read, close_model, quantised, quantise_file, versions)})
+    calls = (open_model, deepen, read, facts, close_model, quantised, quantise_file, versions)
+    answer({f.__name__: f for f in calls})

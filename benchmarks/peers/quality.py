@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES, QK_K, GGMLQuantizationType
 from torch import Tensor, nn
 
 from benchmarks.common import Row
@@ -26,7 +27,6 @@ from moepack.pack.spec import Matrix, Version
 from moepack.quantize.grid import dequantise
 from moepack.quantize.methods import DEFAULT, quantise_all
 
-from .ggml_types import TYPES
 from .gguf_layout import ATTENTION, type_of
 from .worker import PeerError, Worker
 
@@ -108,9 +108,9 @@ def encodings(llama: Worker | None, scratch: Path) -> list[Encoding]:
         bits = 8 * version.resident_size((m,)) / m.weights
         out.append(Encoding("moepack", name, bits, partial(_ours, version), 1))
     if llama is not None:
-        for kind in (TYPES[name] for name in THEIRS):
-            values = partial(_theirs, llama, kind.name, scratch)
-            out.append(Encoding("llama.cpp", kind.name, kind.bits, values, kind.block))
+        for name in THEIRS:
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+            out.append(Encoding("llama.cpp", name, 8 * size / block, partial(_theirs, llama, name, scratch), block))
     return out
 
 
@@ -168,7 +168,7 @@ def of_model(
     reference = log_probabilities(model, ids)
     own: list[Tensor] = [m.get_parameter(name).data for m in experts for name in ("gate_up_proj", "down_proj")]
     widths = [weight.shape[2] for weight in own[:2]]
-    block = TYPES["Q4_K"].block if any(TYPES["Q4_K"].fits(n) for n in widths) else 1
+    block = QK_K if any(n % QK_K == 0 for n in widths) else 1
     chosen = [i for i, n in enumerate(widths) if n % block == 0]
     parts = "gate and up" if chosen == [0] else "all experts' matrices"
     weights = [weight for i, weight in enumerate(own) if i % 2 in chosen]

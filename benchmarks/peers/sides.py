@@ -1,7 +1,5 @@
 """The sides of a comparison: moepack's interpreter and its peers', and their processes on the same processors."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

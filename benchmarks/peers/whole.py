@@ -1,7 +1,5 @@
 """A whole model on all sides: tokens a second of decoding and of prompts. Alternates; judges nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -71,7 +69,7 @@ def measure(
     opened: dict[str, Worker] = {}
     asked: list[tuple[str, Worker, Row]] = []
     for dense in match.dense:
-        order = {"bundle": str(bundle_of(shape)), "version": match.version, "dense": dense}
+        order = {"bundle": str(bundle_of(shape)), "policy": f"static:{match.version}", "dense": dense}
         asked.append((f"moepack {match.version}, dense {dense}", workers["moepack"], order))
     for peer, worker in workers.items():
         mixes = {"moepack": (), "ik_llama.cpp": (match.mix, match.own)}.get(peer, (match.mix,))

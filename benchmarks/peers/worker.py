@@ -6,9 +6,12 @@ Calls and answers are JSON, one line each. Needs the standard library alone: eve
 from __future__ import annotations
 
 import json
+import math
 import os
+import select
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +25,10 @@ class PeerError(Exception):
     """A side that cannot do what it was asked, in one line."""
 
 
+class PeerEnded(PeerError):
+    """A side whose process has ended, by itself or because its time was over."""
+
+
 class Worker:
     """A side's process.
 
@@ -31,10 +38,24 @@ class Worker:
         cpus: the processors that it may use, with a thread on each.
         log: where its standard error goes.
         env: more of its environment.
+        seconds: after which it is stopped.
+        enter: called in the process before its program starts.
     """
 
-    def __init__(self, python: Path, module: str, cpus: Sequence[int], log: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        python: Path,
+        module: str,
+        cpus: Sequence[int],
+        log: Path,
+        env: Mapping[str, str],
+        seconds: float = math.inf,
+        enter: Callable[[], None] = lambda: None,
+    ) -> None:
         self.log = log
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+        self._enter = enter
         self._command = [str(python), "-m", module, str(len(cpus))]
         self._cpus = list(cpus)
         self._env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(len(cpus)), **env}
@@ -49,14 +70,19 @@ class Worker:
                 stderr=errors,
                 env=self._env,
                 text=True,
-                preexec_fn=lambda: os.sched_setaffinity(0, self._cpus),
+                preexec_fn=self._begin,
             )
+
+    def _begin(self) -> None:
+        self._enter()
+        os.sched_setaffinity(0, self._cpus)
 
     def call(self, what: str, **arguments: object) -> Any:
         """Its answer. A process that has died is started again by the next call, and holds nothing then.
 
         Raises:
-            PeerError: when it says that it cannot, or has died.
+            PeerError: when it says that it cannot.
+            PeerEnded: when it has died, or its time is over.
         """
         if self._process.poll() is not None:
             self._process = self._start()
@@ -64,13 +90,17 @@ class Worker:
         try:
             self._process.stdin.write(json.dumps({"call": what, **arguments}) + "\n")
             self._process.stdin.flush()
+            left = None if self._seconds == math.inf else max(0.0, self._ends - time.monotonic())
+            if not select.select([self._process.stdout], [], [], left)[0]:
+                self._process.kill()
+                raise PeerEnded(f"stopped after {self._seconds:.0f} s")
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
             status = self._process.wait()
             said = self.log.read_text(errors="replace").strip().splitlines()
-            raise PeerError(f"its process ended with status {status}, its last words: {(said or ['none'])[-1]}")
+            raise PeerEnded(f"its process ended with status {status}, its last words: {(said or ['none'])[-1]}")
         answer = json.loads(line)
         if "error" in answer:
             raise PeerError(answer["error"])

@@ -10,8 +10,6 @@ output token; bytes copied while serving, those that a pass waited for and those
 memory. Then the tables of the policies' own papers (claims.py). Without arguments: the model and texts in examples/.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Sequence

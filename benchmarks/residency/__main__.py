@@ -15,8 +15,6 @@ Then it decodes token by token, with and without swaps at the rate limit, in tur
 texts in examples/.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

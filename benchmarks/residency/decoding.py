@@ -1,7 +1,5 @@
 """Time per output token while versions are swapped at the rate limit, and while none is."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from pathlib import Path
@@ -10,7 +8,7 @@ import torch
 
 import moepack
 from benchmarks.common import Row, Target
-from benchmarks.decoding import reading
+from benchmarks.decoding import Reading
 from moepack.runtime.planning.capacity import base_bytes
 
 from .quality import RATE, planned
@@ -35,7 +33,7 @@ def tpot(bundle: Path, quick: bool) -> tuple[list[Row], list[Target]]:
     with torch.inference_mode():
         for turn in range(turns):
             forced = bool(turn % 2)
-            run = reading(model)
+            run = Reading(model)
             run(torch.ones(1, 32, dtype=torch.long))
             for step in range(steps):
                 if forced and not live.transitions.queues().updates and not len(live.residency.flying):

@@ -1,7 +1,5 @@
 """Quality in a budget, by policy, in one session whose workload shifts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

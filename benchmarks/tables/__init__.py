@@ -3,8 +3,6 @@
 A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. Measures nothing.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables of what a build makes and takes: quality, allocations, losses, time, memory, families."""
 
-from __future__ import annotations
-
 from benchmarks.common import Row
 
 from .common import figures, percent, ratio, results, rise, shown, table

@@ -1,7 +1,5 @@
 """What tables of the documentation are made of: results by name, Markdown, and how numbers are shown."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping

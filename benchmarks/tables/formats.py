@@ -1,7 +1,5 @@
 """The table of released formats: what each keeps, and its bits."""
 
-from __future__ import annotations
-
 from .common import shown, table
 
 # Version, group size, what it keeps, its bits a weight by formula.

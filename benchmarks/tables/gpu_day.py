@@ -1,7 +1,5 @@
 """Tables of what was measured on a GPU, from results/gpu-day.json."""
 
-from __future__ import annotations
-
 from benchmarks.common import Row
 
 from .common import results, shown, table

@@ -1,7 +1,5 @@
 """Tables of the codec and of the CPU kernels."""
 
-from __future__ import annotations
-
 from .common import joined, listed, ratio, results, shown, table
 
 TOKENS = (1, 16, 512)

@@ -1,7 +1,5 @@
 """Tables beside other programs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Tables of serving: policies, what passes wait for, starts, hostile input and long runs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from benchmarks.common import Row

@@ -198,13 +198,11 @@ def small(tmp_path):
     return Setting("cpu", True, tmp_path)
 
 
-def test_promotions_and_budgets_behind_stand_ins(small, monkeypatch):
+def test_promotions_behind_stand_ins(small, monkeypatch):
     """The halves that only a GPU runs, by its stand-in; no rule of streams and copies is broken."""
     gpu = install(monkeypatch, patience=0, computes=False)
     found = served.promotions(small, 8)
     assert found.value > 0 and found.more["host memory"] == "mapped"
-    memory = served.memory(small)
-    assert 0 < memory.value <= memory.limit == memory.more["budget MB"]
     found = served.checked(small)
     assert found.value == 0 and found.more["promotions"] >= 4 and found.more["extents looked at"] >= 16
     assert gpu.wrong() == []

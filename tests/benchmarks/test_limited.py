@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,7 @@ from benchmarks.limited import make as maker
 from benchmarks.limited import rows as measured
 from benchmarks.limited.bundle import write_bundle
 from benchmarks.limited.cage import Cage
-from benchmarks.limited.passes import SESSION
-from benchmarks.limited.shapes import SHAPES, TOPICS, text
+from benchmarks.limited.shapes import SESSION, SHAPES, TOPICS, text
 from benchmarks.limited.weights import Weights, chosen, to_float
 from benchmarks.peers.worker import PeerError
 from moepack.pack.reader import open_bundle
@@ -160,11 +160,13 @@ def test_a_refusal_is_a_row(bundle, monkeypatch, tmp_path):
     [
         ("b'1' * (200 << 20)", PATIENCE, "killed: out of memory, before its first token"),
         ("import time; time.sleep(6000)", 3, "stopped after 3 s"),
-        ("raise SystemExit('no such model')", PATIENCE, "ended with status 1: no such model"),
+        ("raise SystemExit('no such')", PATIENCE, "its process ended with status 1, its last words: no such"),
     ],
 )
 def test_an_end_is_a_row(cage, program, seconds, said, monkeypatch, tmp_path):
-    monkeypatch.setattr(measured.Asked, "command", lambda self, shape: [sys.executable, "-c", program])
+    (tmp_path / "side.py").write_text(program)
+    monkeypatch.setattr(measured.Asked, "environment", {"PYTHONPATH": str(tmp_path)})
+    monkeypatch.setattr(measured.Asked, "opens", lambda self, shape: (Path(sys.executable), "side", {}))
     monkeypatch.setattr(measured, "home", lambda shape: tmp_path)
     row = measured.measure(measured.Asked("llama:Q4_K_M", 96 << 20, 32, 4, 0, seconds, 1, cold=False), TINY)
     assert row["result"] == said and row["peak GB"] <= 0.11

@@ -1,7 +1,5 @@
 """The upcycled model: interrupted runs, what is refused, and the arithmetic of its tables."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.real import make, source, tasks, upcycle, versions

@@ -4,8 +4,6 @@ The fault is silence: a bundle that lacks, or has twice, what its checkpoint hol
 headers is said before weights are read.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -5,8 +5,6 @@ with a limit: a stage that crashes, or whose program is absent, costs its own ro
 only if nothing failed but what known.yaml lists. Needs no network: installing the programs did (docs/conformance.md).
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fnmatch

@@ -11,8 +11,6 @@ examples' one), kernels are measured at few sizes, and documents that begin with
 README's command builds. The Hub is the suite's stand-in.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

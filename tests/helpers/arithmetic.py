@@ -1,7 +1,5 @@
 """A scheduler whose engine is arithmetic: the next token is a sum, so that a lost or doubled token shows."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

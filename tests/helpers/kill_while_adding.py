@@ -5,8 +5,6 @@ file system, in a forked child. It is killed before each step around the moment 
 how often the old bundle was there afterwards, and how often the new.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

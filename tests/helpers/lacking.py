@@ -4,8 +4,6 @@ For each NAME, that of a package or "all", a forked child makes the package impo
 commands, so that transformers, too, finds it missing. It prints a line of JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A policy that hears everything and wants nothing, and a model that is served by it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

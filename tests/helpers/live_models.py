@@ -1,7 +1,5 @@
 """Models served in a budget whose versions change: how tests load them, run them and wait for them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

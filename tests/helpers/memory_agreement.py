@@ -6,8 +6,6 @@ Prints JSON: the peak of anonymous resident memory (of the allocator on a GPU) a
 peak, and what it counts. Warms up on MODEL first, a tiny one, so that what libraries take once does not count.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """A calibration pass taken through a model's layers by hand, as a build does."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

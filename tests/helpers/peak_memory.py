@@ -7,8 +7,6 @@ parts.json: growth by activations in a file and in memory, by an expert batch an
 Each is measured in a forked child, so that both share the imports.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -4,8 +4,6 @@ A trial installs the wheel with its extras `build` and `serve` into a bare envir
 each Python that uv finds, runs examples/demo.py from a copy of examples/, and asks `moepack serve` one question.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

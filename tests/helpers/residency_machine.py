@@ -1,7 +1,5 @@
 """The state machine that holds residency's invariants: passes, policies, copies and the KV cache, in every order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import hypothesis.strategies as st

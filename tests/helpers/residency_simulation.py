@@ -1,7 +1,5 @@
 """A device whose copies and compute end when a test says so, and the checks of what must hold at every moment."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Ask a server's application without a socket."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A server in this process, on a thread of its own: the bundle of the demo model, under `hotness` in a budget."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import queue

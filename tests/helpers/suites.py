@@ -5,8 +5,6 @@ another test proves the same at less cost, or if what it proves changes rarely. 
 parameter `level`, an instruction set, `make test` runs the best one that the processor has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Generated experts, and their true losses on unseen tokens beside those that a build would put into the table."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ imported: files and functions for moepack's own code alone, because other packag
 others. Triton is absent. It prints a line of JSON, as lacking.py does.
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

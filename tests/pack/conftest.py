@@ -2,7 +2,8 @@
 
 import pytest
 from hostile_edits import Victim
-from small_bundle import released_versions, write_small_bundle
+
+from benchmarks.hostile.small_bundle import released_versions, write_small_bundle
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import independent_reader as reader
 import numpy as np
 import pytest
 import torch
-from released_values import NAMES, gaussian_released
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
-from small_bundle import VERSIONS, released_versions, write_small_bundle
 from support import ROOT
 
+from benchmarks.hostile.small_bundle import RELEASED, VERSIONS, released_versions, write_small_bundle
+from benchmarks.random_matrices import gaussian
 from moepack.pack.codec.exponent import CODED, WIDE, parse
 from moepack.pack.reader import open_bundle
 from moepack.pack.spec import HINT, Matrix, Version, encoding_of
@@ -57,7 +57,7 @@ def test_fields_of_a_version(names, scale_bits, symmetric, tmp_path):
     )
 
 
-@pytest.mark.parametrize(("name", "group"), [of for of in NAMES if not encoding_of(of[0]).entropy_coded])
+@pytest.mark.parametrize(("name", "group"), [of for of in RELEASED if not encoding_of(of[0]).entropy_coded])
 def test_every_released_version_at_odd_shapes(name, group, tmp_path):
     """Partial words, groups and blocks, biases; products rounded to float32 as the page says."""
     versions = released_versions(name, group)
@@ -82,7 +82,7 @@ def test_lossless_version_is_the_checkpoint(bundle, demo_model):
 def test_fp8_codes_as_they_are_stored(apart):
     """A coded plane of several tiles, one that is too small to gain, and rows so far `apart` that tiles are wide."""
     matrices, version = (Matrix("gate_up", 200, 130, True), Matrix("down", 9, 33)), Version.of("fp8", 32)
-    values = [gaussian_released(m, version, i) for i, m in enumerate(matrices)]
+    values = [gaussian(m, version, i) for i, m in enumerate(matrices)]
     if apart:
         small = values[0].codes[5::16]
         small[:] = small & 0x87 | (small & 3) << 3  # four rare exponents, so six bits a code

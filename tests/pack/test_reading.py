@@ -9,9 +9,9 @@ import torch
 from broken_rules.extents import EXTENTS
 from broken_rules.names import CONFIG, DENSE, W4
 from hostile_edits import problems_of
-from small_bundle import DENSE as DENSE_MATRICES
-from small_bundle import DENSE_VERSIONS, LAYERS, MATRICES, VERSIONS, affine, lossless
 
+from benchmarks.hostile.small_bundle import DENSE as DENSE_MATRICES
+from benchmarks.hostile.small_bundle import DENSE_VERSIONS, LAYERS, MATRICES, VERSIONS, lossless, with_codes
 from moepack.calibrate.experts import bits_of
 from moepack.pack.codec.bits import bf16_to_float32
 from moepack.pack.errors import BundleError, InputError
@@ -33,7 +33,7 @@ def test_experts_are_the_values_that_were_packed(small):
                 assert bias.float().tolist() == as_float.tolist()
             for version in VERSIONS[1:]:
                 values = bundle.expert(version.name, layer.index, e)
-                for m, packed in zip(MATRICES, affine(version, seed), strict=True):
+                for m, packed in zip(MATRICES, with_codes(version, seed), strict=True):
                     want = packed.dequantise(version)
                     assert np.array_equal(values.numpy()[m.name], want) and want.shape == (m.rows, m.cols)
                     assert np.array_equal(values.torch()[m.name].numpy(), want)
@@ -68,7 +68,7 @@ def test_dense_matrices_are_the_values_that_were_packed(small):
                 want = lossless(1000 + number, shape)[0]
                 assert np.array_equal(bits_of(got.torch()["weight"]), want.weight)
             else:
-                packed = affine(version, 1000 + number, shape)[0]
+                packed = with_codes(version, 1000 + number, shape)[0]
                 assert np.array_equal(got.numpy()["weight"], packed.dequantise(version))
                 assert got.torch()["weight"].dtype == torch.float32
             assert got.numpy().keys() == ({"weight", "bias"} if described.matrix.bias else {"weight"})

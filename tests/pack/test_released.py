@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 from codec_mutations import attack_extent
-from released_values import NAMES, gaussian_released, random_released
 
+from benchmarks.hostile.small_bundle import RELEASED
+from benchmarks.random_matrices import coded, gaussian
 from moepack.pack.codec import lossless
 from moepack.pack.codec.affine import encode
 from moepack.pack.codec.released import E2M1, E4M3, E8M0
@@ -19,10 +20,10 @@ MATRICES = (Matrix("gate_up", 40, 100, True), Matrix("down", 33, 48))
 
 def made(name, group):
     version = Version.of(name, group)
-    return version, [random_released(m, version, i) for i, m in enumerate(MATRICES)]
+    return version, [coded(m, version, i) for i, m in enumerate(MATRICES)]
 
 
-@pytest.mark.parametrize(("name", "group"), NAMES)
+@pytest.mark.parametrize(("name", "group"), RELEASED)
 def test_codes_and_scales_come_back(name, group):
     version, values = made(name, group)
     extent, payload = version.encode(MATRICES, values)
@@ -53,9 +54,9 @@ def test_integers_are_the_extents_of_affine_versions(bits, group):
     )
 
 
-def gaussian(name, group, matrices):
+def drawn(name, group, matrices):
     version = Version.of(name, group)
-    return version, [gaussian_released(m, version, seed) for seed, m in enumerate(matrices)]
+    return version, [gaussian(m, version, seed) for seed, m in enumerate(matrices)]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def gaussian(name, group, matrices):
 )
 def test_e4m3_codes_are_smaller_in_files(name, group, least, most):
     matrices = (Matrix("gate_up", 512, 1024, True), Matrix("down", 1000, 256))
-    version, values = gaussian(name, group, matrices)
+    version, values = drawn(name, group, matrices)
     extent, payload = version.encode(matrices, values)
     assert (
         least < 8 * payload / sum(m.weights for m in matrices) < most and payload <= len(extent) < payload + 4096 + 256
@@ -84,7 +85,7 @@ def directory(extent):
 
 
 def test_planes_that_do_not_gain_are_stored_as_they_are():
-    version, values = gaussian("fp8", 32, BLOCKS)
+    version, values = drawn("fp8", 32, BLOCKS)
     extent, _ = version.encode(BLOCKS, values)
     coded, rest, plain, last = directory(extent).reshape(-1, 2).tolist()
     assert coded[1] < 0.97 * 64 * 100 and rest[1] == 64 + 2 * 64, "16 scales of 4 bytes, and a bias"
@@ -115,7 +116,7 @@ def put(at, value):
     ],
 )  # fmt: skip
 def test_rules_of_stored_extents(change, kind, said):
-    version, values = gaussian("fp8", 32, BLOCKS)
+    version, values = drawn("fp8", 32, BLOCKS)
     extent, _ = version.encode(BLOCKS, values)
     change(extent)
     if kind == "codec":
@@ -128,7 +129,7 @@ def test_rules_of_stored_extents(change, kind, said):
 
 
 def test_a_part_is_not_larger_than_its_plane():
-    version, values = gaussian("fp8", 32, BLOCKS)
+    version, values = drawn("fp8", 32, BLOCKS)
     parts = lossless.split(BLOCKS, [192, 4], version.encode(BLOCKS, values)[0])
     parts[1] = np.append(parts[1][0], np.uint8(0)), parts[1][1]
     with pytest.raises(CodecError, match="down has 513 bytes of codes, more than its 512 codes"):
@@ -136,7 +137,7 @@ def test_a_part_is_not_larger_than_its_plane():
 
 
 def test_a_coded_plane_is_checked_like_a_plain_one():
-    version, values = gaussian("fp8", 32, BLOCKS)
+    version, values = drawn("fp8", 32, BLOCKS)
     values[0].codes[3, 5] = 0xFF
     extent, _ = version.encode(BLOCKS, values)
     assert list(version.check(BLOCKS, extent)) == [("number", "gate_up has a code that is not a number")]
@@ -152,7 +153,7 @@ def test_a_coded_plane_is_checked_like_a_plain_one():
 
 def test_hostile_extents_are_refused_or_decoded():
     """A thousand, in memory that ends where it may not be touched."""
-    version, values = gaussian("fp8", 32, BLOCKS)
+    version, values = drawn("fp8", 32, BLOCKS)
     refused, decoded = attack_extent(version, BLOCKS, version.encode(BLOCKS, values)[0], 1000)
     assert refused > 300 and decoded > 100 and refused + decoded == 1000
 

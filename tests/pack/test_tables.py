@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-import small_bundle
 from safetensors.numpy import load_file, save_file
-from small_bundle import LAYERS
 
+from benchmarks.hostile import small_bundle
+from benchmarks.hostile.small_bundle import LAYERS
 from moepack.pack.errors import BundleError
 from moepack.pack.tables import TABLES, metadata, read_tables, write_tables
 

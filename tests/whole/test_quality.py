@@ -3,8 +3,6 @@
 Bounds are per cent of perplexity above plain transformers in float32, at least half as much again as was measured.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path

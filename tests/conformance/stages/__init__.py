@@ -1,7 +1,5 @@
 """The stages of `make conformance`: which program, how its version is found, what runs it and for how long."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """AutoGen's client of OpenAI's chats: texts, streams, a tool's round trip, a form beside a strict tool."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -1,7 +1,5 @@
 """What the stages of agent frameworks share: a question, a tool, an answer's form, and how errors are tried."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from typing import Literal

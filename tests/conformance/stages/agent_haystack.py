@@ -1,7 +1,5 @@
 """Haystack's generators over chats and Responses, and its agent: texts, streams, a tool's round trip, forms."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """instructor's modes over chats, Responses and Messages: an object by a tool, by a schema, in parts, several, usage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import anthropic

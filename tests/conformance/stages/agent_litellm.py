@@ -1,7 +1,5 @@
 """LiteLLM: its SDK through each provider that fits, and its proxy before the server, asked in all three interfaces."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The command `llm` with a model of its extra-openai-models.yaml: texts, streams, usage, schemas, tools, errors."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

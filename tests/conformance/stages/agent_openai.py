@@ -1,7 +1,5 @@
 """OpenAI's Agents SDK over chats and over Responses: runs, streams, tools, an answer's form beside a strict tool."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

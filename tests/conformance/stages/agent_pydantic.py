@@ -1,7 +1,5 @@
 """pydantic-ai over chats, Responses and Messages: texts, streams, tools, forms by tools and by schemas."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

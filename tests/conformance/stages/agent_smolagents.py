@@ -1,7 +1,5 @@
 """smolagents' model of OpenAI's chats, and its agents: texts, streams, required calls, code held to a schema."""
 
-from __future__ import annotations
-
 import json
 
 import openai

@@ -1,7 +1,5 @@
 """Anthropic's Python client: Messages, streams, tools, counting tokens, errors."""
 
-from __future__ import annotations
-
 import anthropic
 from cases import MODEL, URL, case
 

@@ -1,7 +1,5 @@
 """lm-evaluation-harness over completions: a task of choices and one of texts, from a file that is written here."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

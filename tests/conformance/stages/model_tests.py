@@ -4,8 +4,6 @@ Each test makes its models from a config. Here such a model is made, saved, buil
 loaded in FP32. A test that the plain model skips or fails is no case. Usage: model_tests.py FAMILY.
 """
 
-from __future__ import annotations
-
 import atexit
 import copy
 import os

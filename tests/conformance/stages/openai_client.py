@@ -1,7 +1,5 @@
 """OpenAI's Python client: chats, streams, tools, completions, Responses, and what the server does not have."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -5,8 +5,6 @@ prompts aligned by /tokenize and /detokenize, then streams over completions and 
 reads them. It counts a request as a success at its first chunk with choices, its tokens by the last usage.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 

@@ -4,8 +4,6 @@ What is edited is signed again where a digest would find it, so that the rule is
 part of a bundle.
 """
 
-from __future__ import annotations
-
 from .extents import EXTENTS
 from .files import FILES
 from .headers import HEADERS

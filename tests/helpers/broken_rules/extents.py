@@ -1,13 +1,12 @@
 """Edits of extents, the bytes of an expert or a dense matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from small_bundle import DENSE as DENSE_MATRICES
-from small_bundle import DENSE_VERSIONS, MATRICES, VERSIONS
+
+from benchmarks.hostile.small_bundle import DENSE as DENSE_MATRICES
+from benchmarks.hostile.small_bundle import DENSE_VERSIONS, MATRICES, VERSIONS
 
 from .names import BF16, HEAD, Q1, Q8, W1, W3, W4, Do
 

@@ -1,7 +1,5 @@
 """Edits of files as a whole: links, pipes, folders, files that are not there, are short or are no JSON."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Edits of safetensors headers: of layer files, of dense tensors and of the tables."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

@@ -1,7 +1,5 @@
 """Edits of the manifest, each with the kind of problem that it is."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable

@@ -1,13 +1,11 @@
 """Edits of released extents: numbers that are none, and padding. Each is of a bundle with that version."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 from hostile_edits import Victim
-from small_bundle import MATRICES
 
+from benchmarks.hostile.small_bundle import MATRICES
 from moepack.pack.spec import Version
 
 from .names import Do

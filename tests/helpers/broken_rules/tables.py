@@ -1,7 +1,5 @@
 """Edits of the calibration tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny checkpoints in a released format, and what bundles of them compute."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

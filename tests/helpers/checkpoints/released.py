@@ -1,7 +1,5 @@
 """Read tensors as a released checkpoint has them, and send every weight of one through the native form and back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Random weights in each released format, packed here bit by bit and valued in NumPy, apart from moepack's readers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

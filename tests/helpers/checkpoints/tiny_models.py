@@ -1,7 +1,5 @@
 """Tiny random models of every family the suite covers, saved as checkpoints a user would download."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

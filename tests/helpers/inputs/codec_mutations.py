@@ -5,8 +5,6 @@ stream must raise CodecError or decode to something (which the extent's digest w
 allocated must stay below what the header's checked sizes allow.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import mmap

@@ -1,7 +1,5 @@
 """Experts of one matrix in given versions, random, with their weights as float64: what kernels are held against."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,10 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from moepack.pack.codec.affine import AffineMatrix
+from benchmarks.random_matrices import coded
 from moepack.pack.codec.bits import bf16_to_float32
-from moepack.pack.codec.released import ReleasedMatrix
-from moepack.pack.codec.trellis import DEVIATION
 from moepack.pack.encodings.base import KNOWN
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels.forms import handle, make_forms
@@ -29,43 +25,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 def bf16(values: np.ndarray) -> np.ndarray:
     return torch.from_numpy(values.astype(np.float32)).to(torch.bfloat16).view(torch.uint16).numpy()
-
-
-def random_expert(m: Matrix, version: Version, seed: int) -> AffineMatrix | ReleasedMatrix:
-    """Like a trained matrix: scales of one size, some negative; zero points about the middle of the codes."""
-    rng = np.random.default_rng(seed)
-    if version.zero == "none" and not version.trellis:
-        return random_released(m, version, rng)
-    shape = (m.rows, -(-m.cols // max(version.group_size, 1)))
-    values = rng.uniform(0.01, 0.03, shape) * rng.choice([-1, 1, 1, 1], shape)
-    if version.trellis:  # levels go to some hundreds
-        values /= DEVIATION
-    scale = values.astype(np.float16).view(np.uint16) if version.scale_dtype == "F16" else bf16(values)
-    if version.scale_bits == 8:  # five bits of mantissa, none negative, some over a hundred times as small
-        scale = np.where(rng.random(shape) < 0.03, bf16(np.array(0.0002)), scale) & np.uint16(0x7FFC)
-    zero = rng.integers(64, 192, shape).astype(np.uint8) if version.zero == "stored" else None
-    bias = bf16(rng.normal(0, 0.1, m.rows)) if m.bias else None
-    return AffineMatrix(rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8), scale, zero, bias)
-
-
-def random_released(m: Matrix, version: Version, rng: np.random.Generator) -> ReleasedMatrix:
-    """Every code but those of NaN, scales of one size; and a few that are the least, zero or denormal."""
-    groups = -(-m.cols // version.group_size) if version.group_size else 1
-    shape, rows = (m.rows, groups), np.arange(m.rows) // 16
-    codes = rng.integers(0, 1 << version.bits, (m.rows, m.cols)).astype(np.uint8)
-    if version.bits == 8:
-        codes -= codes & 0x7F == 0x7F
-    outer = None
-    if version.scale_dtype == "F32":
-        scale = rng.uniform(1e-4, 3e-4, shape).astype(np.float32)
-        scale = scale[::16][rows] if version.group_size else scale
-    else:
-        size = {"F8_E8M0": (118, 123), "F8_E4M3": (0x40, 0x60)}[version.scale_dtype]
-        scale = np.where(rng.random(shape) < 0.03, rng.integers(0, 3), rng.integers(*size, shape)).astype(np.uint8)
-    if "outer" in {s.kind for s in version.sections((m,))}:
-        outer = rng.uniform(1e-3, 3e-3, rows[-1] + 1).astype(np.float32)[rows]
-    bias = bf16(rng.normal(0, 0.1, m.rows)) if m.bias else None
-    return ReleasedMatrix(codes, scale, outer, bias)
 
 
 @dataclass
@@ -99,7 +58,7 @@ def _make_layer(m: Matrix, versions: tuple[Version, ...], of_expert: tuple[int, 
                 room[form.bias : form.bias + 2 * m.rows] = torch.from_numpy(b.view(np.uint8).copy())
                 bias = b
         else:
-            made = random_expert(m, version, seed + e)
+            made = coded(m, version, seed + e)
             version.restore((m,), version.encode((m,), [made])[0], room.numpy())
             value, bias = made.dequantise(version), made.bias
         extents.append(room)

@@ -1,7 +1,5 @@
 """BF16 bits of every kind that the exponent codec meets, and every engine that codes them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -4,8 +4,6 @@ Each edit must end in a refusal of one printable line, or in a bundle whose valu
 Random edits are those of `benchmarks.hostile`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -19,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.hostile.edits import header_of, with_header
 from moepack.pack.errors import BundleError, MoepackError, Problem
 from moepack.pack.manifest import MANIFEST
 from moepack.pack.reader import open_bundle
@@ -97,31 +96,26 @@ class Victim:
 
         The new header takes the old one's length where it fits, so that data stay where they are.
         """
-        data = (self.path / name).read_bytes()
-        (length,) = struct.unpack("<Q", data[:8])
-        text = change(json.loads(data[8 : 8 + length]))
+        header, body = header_of(data := (self.path / name).read_bytes())
+        text = change(header)
         text = text if isinstance(text, bytes) else json.dumps(text, separators=(",", ":")).encode(errors="replace")
-        text += b" " * (length - len(text))
+        text = text.ljust(len(data) - len(body) - 8)
         if name.startswith(("experts/", "dense/")):
             text += b" " * (-(len(text) + 8) % 4096)
-        self.rewrite(name, struct.pack("<Q", len(text)) + text + data[8 + length :])
+        self.rewrite(name, struct.pack("<Q", len(text)) + text + body)
 
     def extent(self, name: str, expert: int, change: Callable[[np.ndarray[Any, Any]], object]):
         """Change the bytes of an extent in place, and sign them, their header and the manifest."""
-        data = bytearray((self.path / name).read_bytes())
-        (length,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])
+        data = (self.path / name).read_bytes()
+        header, rest = header_of(data)
+        body = np.frombuffer(rest, np.uint8).copy()
         names = sorted(n for n in header if n != "__metadata__")
-        begin, end = (8 + length + at for at in header[names[expert]]["data_offsets"])
-        room = np.frombuffer(data, np.uint8)[begin:end]
-        change(room)
+        begin, end = header[names[expert]]["data_offsets"]
+        change(body[begin:end])
         digests = header["__metadata__"]["sha256"].split(",")
-        digests[expert] = hashlib.sha256(room.data).hexdigest()
+        digests[expert] = hashlib.sha256(body[begin:end].data).hexdigest()
         header["__metadata__"]["sha256"] = ",".join(digests)
-        text = json.dumps(header, separators=(",", ":")).encode()
-        data[8 : 8 + length] = text + b" " * (length - len(text))
-        del room
-        self.rewrite(name, bytes(data))
+        self.rewrite(name, with_header(header, body.tobytes(), len(data) - len(rest) - 8))
 
     def tables(self, change: Callable[[dict[str, np.ndarray[Any, Any]], dict[str, str]], object]):
         """Change the tables and their metadata, and sign them."""

@@ -1,7 +1,5 @@
 """A program that uses moepack's public names, for a type checker: test_packaging.py checks it, and nothing runs it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import assert_type
 

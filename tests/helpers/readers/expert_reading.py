@@ -1,7 +1,5 @@
 """Some experts of a checkpoint's layer, read alone and out of the whole layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 It is how the suite knows that the format document suffices. Numbers come out as Python floats and integers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct

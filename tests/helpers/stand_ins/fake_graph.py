@@ -4,8 +4,6 @@ No host code of the pass runs again, and a capture leaves memory as it was. So a
 host, or an address of another step, gives other bits than the pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from unittest.mock import patch
 

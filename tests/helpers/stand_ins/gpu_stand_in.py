@@ -5,8 +5,6 @@ The stand-in holds its callers to the rules. Device memory is the host's, and so
 says otherwise.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

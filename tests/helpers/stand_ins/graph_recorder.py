@@ -4,8 +4,6 @@ A stand-in's memory is the host's, so what would wait for a GPU is known by the 
 `numpy`, `cpu`, a size that depends on values), and host data handed to the device but by a copy that does not block.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

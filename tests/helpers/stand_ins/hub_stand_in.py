@@ -5,8 +5,6 @@ on the real Hub; small ones come inside the commit. Every request is kept in `re
 asked for, and the connection can be cut inside an answer or before one.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

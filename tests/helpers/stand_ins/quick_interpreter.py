@@ -1,7 +1,5 @@
 """Triton's interpreter without work that changes nothing, which is two thirds of its time."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ Triton's interpreter takes seconds for a layer. Launches keep their arguments, a
 `GridExecutor.__call__` as before, where recorders of launches see them. The kernels' own tests do not use this.
 """
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 from types import SimpleNamespace

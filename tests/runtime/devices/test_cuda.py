@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda import READS_ONLY, REGISTERS, FakeCudart, FakeGpu
-from released_values import gaussian_released
 from support import PATIENCE, at_once, damage
 
+from benchmarks.random_matrices import gaussian
 from moepack.pack.codec.affine import encode
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
@@ -136,7 +136,7 @@ class Pinned:
 def test_codes_that_no_kernel_decodes_are_decoded_before_the_copy(name, way, tmp_path):
     layer = ExpertLayer(0, "m", 1, (Matrix("gate_up", 200, 130, True), Matrix("down", 70, 100)))
     version = Version.of(name, 32)
-    values = [gaussian_released(m, version, i) for i, m in enumerate(layer.matrices)]
+    values = [gaussian(m, version, i) for i, m in enumerate(layer.matrices)]
     good, want = version.encode(layer.matrices, values)[0], encode(layer.matrices, version, values)
     bad = good.copy()
     bad[64] ^= 1

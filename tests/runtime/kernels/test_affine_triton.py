@@ -10,11 +10,11 @@ from expert_layers import (
     activations,
     expected,
     make_layer,
-    random_expert,
     relative,
 )
 from torch_products import install
 
+from benchmarks.random_matrices import coded
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.kernels import affine_triton, reference
 from moepack.runtime.kernels.affine_triton import DECODE, MANY, product
@@ -168,7 +168,7 @@ def test_a_layer_is_run_by_it(versions, inner, monkeypatch):
     experts = LayerExperts(ExpertLayer(0, "experts", count, matrices), versions, torch.device(DEVICE))
     for e, v in enumerate(versions):
         plain = torch.empty(v.resident_size(matrices), dtype=torch.uint8)
-        values = [random_expert(m, v.at(i), e) for i, m in enumerate(matrices)]
+        values = [coded(m, v.at(i), e) for i, m in enumerate(matrices)]
         v.restore(matrices, v.encode(matrices, values)[0], plain.numpy())
         extent = plain.to(DEVICE)
         experts.publish(e, experts.of.over(v, extent))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from expert_layers import kernel_matrix, native
-from small_bundle import extent
 
+from benchmarks.hostile.small_bundle import extent
 from moepack.pack.spec import Matrix, Version
 from moepack.runtime.kernels import dense_native as beside
 from moepack.runtime.kernels.forms import Routing, handle

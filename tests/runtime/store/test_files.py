@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from live_models import wait_for
-from small_bundle import write_small_bundle
 from support import damage, flip
 
+from benchmarks.hostile.small_bundle import write_small_bundle
 from moepack.pack.errors import BundleError
 from moepack.pack.reader import open_bundle
 from moepack.runtime.store import files as store_module

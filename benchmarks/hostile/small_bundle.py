@@ -1,25 +1,25 @@
 """A bundle by hand, a quarter of a second to write: shapes that leave room for padding everywhere, biases, a raw tile,
 escapes with patches, every version, dense matrices in three. No model serves it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import numpy as np
-from released_values import random_released
+import numpy.typing as npt
 from safetensors.numpy import save_file
-from support import random_matrix
 
-from moepack.pack.codec.affine import AffineMatrix
+from benchmarks.common import Row
+from benchmarks.limited.bundle import put_layer
+from benchmarks.random_matrices import Coded, coded
+from moepack.pack.codec.bits import Buffer
 from moepack.pack.codec.lossless import LosslessMatrix
-from moepack.pack.layer_file import LayerFileWriter
 from moepack.pack.manifest import Allocation, Manifest
 from moepack.pack.safetensors_file import make_header
 from moepack.pack.spec import DenseMatrix, ExpertLayer, Matrix, Version, dense_layers
 from moepack.pack.tables import TABLES, metadata
 from moepack.pack.writer import BundleWriter
 
+Tables = dict[str, npt.NDArray[np.generic]]
 EXPERTS, WINDOWS = 3, 2
 MATRICES = (Matrix("gate_up", 18, 37, True), Matrix("down", 37, 9, True))
 LAYERS = tuple(ExpertLayer(i, f"model.layers.{i}.mlp.experts", EXPERTS, MATRICES) for i in (1, 4))
@@ -49,23 +49,21 @@ def lossless(seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> list[Lossles
     return out
 
 
-def affine(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> list[AffineMatrix]:
+def with_codes(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> list[Coded]:
     """Random codes."""
-    return [random_matrix(m, version.at(i), seed + i) for i, m in enumerate(matrices)]
+    return [coded(m, version.at(i), seed + i) for i, m in enumerate(matrices)]
 
 
-def extent(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> tuple[np.ndarray, int]:
+def extent(version: Version, seed: int, matrices: tuple[Matrix, ...] = MATRICES) -> tuple[Buffer, int]:
     """An extent, and its payload."""
-    if version.released:
-        return version.encode(matrices, [random_released(m, version, seed + i) for i, m in enumerate(matrices)])
-    return version.encode(matrices, (lossless(seed, matrices) if version.plain else affine(version, seed, matrices)))
+    return version.encode(matrices, lossless(seed, matrices) if version.plain else with_codes(version, seed, matrices))
 
 
-def statistics(index: int, versions: int = len(VERSIONS)) -> dict[str, np.ndarray]:
+def statistics(index: int, versions: int = len(VERSIONS)) -> Tables:
     """A layer's tables."""
     rng = np.random.default_rng(index)
     names = [f"{loss}{error}" for loss in ("mse", "relative", "gated") for error in ("", "_error")]
-    losses = {k: rng.random((EXPERTS, versions), np.float32) for k in names}
+    losses: Tables = {k: rng.random((EXPERTS, versions), np.float32) for k in names}
     return losses | {
         "method": np.minimum(np.arange(versions), 1).astype(np.uint8)[None].repeat(EXPERTS, 0),
         "tokens": rng.integers(0, 99, EXPERTS),
@@ -78,16 +76,23 @@ def statistics(index: int, versions: int = len(VERSIONS)) -> dict[str, np.ndarra
     }
 
 
-def dense_losses() -> dict[str, np.ndarray]:
+def dense_losses() -> Tables:
     """The dense matrices' tables."""
     rng = np.random.default_rng(7)
     shape = (len(DENSE), len(DENSE_VERSIONS))
-    losses = {f"dense.{k}": rng.random(shape, np.float32) for k in ("relative", "mse")}
+    losses: Tables = {f"dense.{k}": rng.random(shape, np.float32) for k in ("relative", "mse")}
     return losses | {
         "dense.method": np.ones(shape, np.uint8),
         "dense.signal": rng.random(len(DENSE), np.float32),
         "dense.tokens": np.full(len(DENSE), 512),
     }
+
+
+# Versions that hold a released checkpoint, with group sizes.
+RELEASED = (
+    ("mxfp4", 32), ("nvfp4", 16), ("mxfp8", 32), ("fp8", 128), ("fp8", 32), ("fp8row", 0),
+    ("int4", 32), ("int8", 128), ("int4fp16", 128), ("int8fp16", 32),
+)  # fmt: skip
 
 
 def released_versions(name: str, group_size: int) -> tuple[Version, ...]:
@@ -96,18 +101,17 @@ def released_versions(name: str, group_size: int) -> tuple[Version, ...]:
 
 
 def write_small_bundle(path: Path, versions: tuple[Version, ...] = VERSIONS, dtype: str = "BF16") -> Path:
-    """Write it; leaves the layer files beside it in `made`."""
+    """Write it."""
     with BundleWriter(path) as writer:
-        experts = [(v, x, 100 * x.index, [MATRICES] * EXPERTS) for v in versions for x in LAYERS]
-        layers = dense_layers(DENSE)
-        dense = [(v, x, 1000 + x.first, [(m.matrix,) for m in x.matrices]) for v in DENSE_VERSIONS for x in layers]
-        for version, layer, seed, shapes in (*experts, *dense):
-            name = layer.file(version.name)
-            with LayerFileWriter(path.with_name("made") / name, version.name, layer) as file:
-                for e, matrices in enumerate(shapes):
-                    file.add(*extent(version, seed + e, matrices))
-            assert file.entry is not None
-            writer.adopt(name, path.with_name("made") / name, file.entry)
+        aside = path.with_name("aside")
+        for version in versions:
+            for layer in LAYERS:
+                extents = (extent(version, 100 * layer.index + e) for e in range(EXPERTS))
+                put_layer(writer, aside, version, layer, extents)
+        for version in DENSE_VERSIONS:
+            for part in dense_layers(DENSE):
+                extents = (extent(version, 1000 + i, (m.matrix,)) for i, m in enumerate(part.matrices, part.first))
+                put_layer(writer, aside, version, part, extents)
         tables = {f"layers.{x.index}.{k}": v for x in LAYERS for k, v in statistics(x.index, len(versions)).items()}
         tables |= dense_losses()
         columns = {"dense_versions": ",".join(v.name for v in DENSE_VERSIONS)}
@@ -122,7 +126,7 @@ def write_small_bundle(path: Path, versions: tuple[Version, ...] = VERSIONS, dty
         )  # fmt: skip
         for name in (TABLES, "config.json", "model.safetensors"):
             writer.add(name)
-        model = {"model_type": "qwen3_moe", "architecture": "Qwen3MoeForCausalLM", "expert_dtype": dtype}
+        model: Row = {"model_type": "qwen3_moe", "architecture": "Qwen3MoeForCausalLM", "expert_dtype": dtype}
         table = tuple(tuple(v.name for v in versions[:EXPERTS]) for _ in LAYERS)
         chosen = Allocation("by hand", table, ("w4", "bf16", "w8", "w8"))
         writer.finish(

@@ -94,8 +94,12 @@ def pool(
 
 
 def _spread(loss: Tensor, variance: Tensor, groups: Tensor, used: Tensor) -> Tensor:
-    """Variance of one group's loss relative to the loss squared, shrunk to the mean of all experts."""
-    each = torch.where(used, variance * groups / loss.square().clamp(min=1e-300), 0.0)
+    """Variance of one group's loss relative to the loss squared, shrunk to the mean of all experts.
+
+    It is at most the number of groups, as that of numbers above zero about their mean. The jackknife of a ratio has no
+    bound: an expert whose output is nearly zero in all groups but one would make the variances of its layer infinite.
+    """
+    each = torch.where(used, variance * groups / loss.square().clamp(min=1e-300), 0.0).clamp(max=groups)
     degrees = torch.where(used, (groups - 1).clamp(min=0), 0.0)
     total = float(degrees.sum())
     mean = float((degrees * each).sum()) / total if total else 1.0

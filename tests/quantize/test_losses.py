@@ -167,6 +167,14 @@ def test_scatter_is_learnt_from_the_experts_that_are_known():
     assert lone_error[1] / lone[1] == pytest.approx(math.sqrt(UNKNOWN_SCATTER), rel=0.5)
 
 
+def test_one_expert_without_output_in_a_group_does_not_spoil_the_others():
+    """The ratio without that group has a variance without bound."""
+    known = [1.0, 2.0] * 6
+    value, error = pool_of([*known, 1.0], torch.tensor([0.1] * 12 + [1e150]), [8] * 12 + [3], known + [1.0])
+    torch.testing.assert_close(value[:12], torch.tensor(known).double(), rtol=0.05, atol=0)
+    assert float(value[12]) == pytest.approx(1, rel=0.2) and bool((error < value).all())
+
+
 def test_nothing_at_all_and_what_is_stored_as_it_is():
     """Lossless columns cost nothing, without error; a layer that no token reached leans on others' tokens alone."""
     nothing = Measured(Loss(0, 0, 0), Loss(0, 0, 0), 0, 0)

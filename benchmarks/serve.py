@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ def moepack_serve(bundle: Path, *options: str, cage: Cage | None = None) -> Iter
         for line in process.stderr:
             said += line
             if found := re.search(r"serving model at http://[^:]+:(\d+)", line):
+                threading.Thread(target=process.stderr.read, daemon=True).start()  # a full pipe would stop the server
                 yield int(found[1]), process.pid
                 return
         raise SystemExit(said)

@@ -4,7 +4,6 @@ No GPU is there: torch's operations and Triton's launches are recorded on a stan
 """
 
 import gc
-import re
 import threading
 import time
 import weakref
@@ -150,8 +149,8 @@ class Served:
 def test_a_layer_is_few_operations_the_same_at_every_epoch(bundles, gpu, dense, monkeypatch):
     """Models of 2 and of 4 layers; the first step of a model shows whether its layers hand on what routers made.
 
-    An operation is a node of a graph. Of Qwen3-MoE they are 2 norms, 2 sums, 3 products, the heads, a count, attention's
-    2; routing, experts' 2 products, their sum.
+    A layer asks for 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their
+    sum.
     """
     # As of a cache on another device than the host, whose memory is the stand-in's
     monkeypatch.setattr("moepack.runtime.residency.sequences.cached_tokens", lambda cache: None)
@@ -235,10 +234,13 @@ def test_the_table_of_operations(family, demo_model, text, made_once, gpu, captu
     captured.clear()
     del caches
     engine = Engine(model, TOKENS)
-    slot = engine.add(TOKENS)
-    engine.run([StepInput(slot, ids(0, 5)[0].tolist())])
+    slots = [engine.add(TOKENS) for _ in range(2)]
+    engine.run([StepInput(slot, ids(0, 5)[0].tolist()) for slot in slots])
     for seed in range(2):
-        engine.run([StepInput(slot, [5 + seed])])
+        outs = []
+        for slot, wrapper.graphs in zip(slots, (None, captures), strict=True):
+            outs += engine.run([StepInput(slot, [5 + seed])])
+        assert torch.equal(*outs), seed
     replayed = ["yes" if replays == [2] else "no" for replays in (static, [graph.replays for graph in captured])]
     found = [[kind, *map(str, count), str(beside), *replayed] for kind, count in asked.items()]
     assert rows_of(family) == found

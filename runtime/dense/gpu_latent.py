@@ -101,7 +101,7 @@ class GpuLatentMap(LatentMap):
 
 
 @functools.cache
-def _latent(kind: type[nn.Module]) -> type[nn.Module]:
+def _latent(kind: Any) -> type[nn.Module]:
     """Make a subclass of `kind` whose static cache says how many tokens its latents hold."""
     made = in_place_of_latents(kind)
     attends: Any = made.forward
@@ -116,20 +116,20 @@ def _latent(kind: type[nn.Module]) -> type[nn.Module]:
             setattr(layer.keys, LENGTH, length)
         return attends(self, *args, **kwargs)
 
-    out = in_place_of(made, forward)
-    return out
+    return in_place_of(made, forward)
 
 
 def serve_gpu_latents(model: nn.Module) -> dict[str, int]:
     """Let modules whose code takes keys and values from latents attend to these; return the number of each class."""
     trials = Trials[bool]()
     for module in model.modules():
+        kind: Any = type(module)
         if not is_latent(module):
             continue
         agrees = trials.result(module, functools.partial(_trial, module), without="layer_idx")
         if trials.count(module, bool(agrees)):
             module._moepack_latent = GpuLatentMap(module)  # type: ignore[assignment]
-            module.__class__ = _latent(type(module))
+            module.__class__ = _latent(kind)
     return trials.done()
 
 

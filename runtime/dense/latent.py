@@ -321,12 +321,13 @@ def serve_latents(model: nn.Module) -> dict[str, int]:
     """
     trials = Trials[bool]()
     for module in model.modules():
+        kind: Any = type(module)
         if not is_latent(module):
             continue
         agrees = trials.result(module, functools.partial(_trial, module), without="layer_idx")
         if trials.count(module, bool(agrees)):
             module._moepack_latent = LatentMap(module)  # type: ignore[assignment]
-            module.__class__ = in_place_of_latents(type(module))
+            module.__class__ = in_place_of_latents(kind)
     return trials.done()
 
 

@@ -33,6 +33,7 @@ from moepack.runtime.kernels import (
     affine_triton,
     attend_triton,
     gemv_triton,
+    latent_triton,
 )
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may have, by compute capability
@@ -71,6 +72,8 @@ QUICK = (  # what took the most registers, stack and shared memory of all varian
     "switch bf16+w4-128+w3-128+w2-64+w1-64 fp32 gated 1536x2048, 8 warps",
     "step routing many 16x512 bf16",
     "step attend 128 masked fp32",
+    "step over_latents latents of 128 masked bf16",
+    "step over_latents latents of 128 masked fp32",
 )
 TYPES = {
     torch.uint8: "u8",
@@ -161,7 +164,7 @@ def variants() -> dict[str, Compile]:
     for dtype in DTYPES:
         for name, made in launches.beside(dtype):
             for kernel, args, named in made:
-                if dtype == DTYPES[0] or kernel is attend_triton._attend:
+                if dtype == DTYPES[0] or kernel in (attend_triton._attend, latent_triton._over_latents):
                     out[f"step {kernel.__name__.strip('_')} {name} {TYPES[dtype]}"] = compiled(kernel, args, named)
     return out
 

@@ -114,10 +114,14 @@ def attach(model: PreTrainedModel, bundle: Bundle, options: LoadOptions, dense: 
 
 def _replaced_on_gpu(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:
     """Let Triton's kernels run norms, routers and what is between attention's products; return as `_replaced` does."""
+    from moepack.runtime.dense.gpu_latent import serve_gpu_latents
+    from moepack.runtime.dense.gpu_linear_attention import serve_gpu_linear_attention
     from moepack.runtime.dense.gpu_modules import serve_norms, serve_routers
     from moepack.runtime.dense.gpu_projections import serve_gpu_projections
 
-    return serve_norms(model) | serve_routers(model, bundle.layers) | serve_gpu_projections(model)
+    modules = serve_norms(model) | serve_routers(model, bundle.layers)
+    modules |= serve_gpu_projections(model) | serve_gpu_latents(model)
+    return modules | serve_gpu_linear_attention(model)
 
 
 def _replaced(model: PreTrainedModel, bundle: Bundle) -> dict[str, int]:

@@ -51,6 +51,7 @@ class _Waiting:
 
     left: int  # passes until a capture is tried
     since: int  # the number of the pass at which this kind was first seen, or last tried
+    addresses: tuple[int, ...]  # of the cache in the last pass
     failures: int = 0
     crowded: bool = False  # whether a capture beside other graphs took more than all may: one alone may fit
 
@@ -74,7 +75,7 @@ class _Captured:
     out: dict[str, Tensor | None]  # its parts, in memory that graphs share; None for the cache, which they would keep
     shared: list[Tensor]  # that memory
     pool: _Pool
-    addresses: tuple[int, ...]  # of the cache or its table, and of handles that never change
+    addresses: tuple[int, ...]  # of the cache or its table, and of handles that never change (`_addresses`)
     step: Step  # kept: its snapshots' tensors are views of `words`
     executable: int = 0  # bytes that the driver keeps of the graph
     used: int = 0  # the number of the pass that it was last replayed for
@@ -145,7 +146,7 @@ class DecodeGraphs:
             if made is not None:
                 self._issue(made, tensors, step)
             else:
-                waiting = self._waiting_for(key)
+                waiting = self._waiting_for(key, _addresses(owner, step))
                 if waiting.left >= 0 and not waiting.failures:
                     return None
                 if waiting.left < 0 and self._makes_room(waiting):
@@ -162,11 +163,14 @@ class DecodeGraphs:
                 self._made[key], made.used = made, self._passes
             return self._output(made, step, cache)
 
-    def _waiting_for(self, key: Key) -> _Waiting:
-        """Count a pass without a graph."""
+    def _waiting_for(self, key: Key, addresses: tuple[int, ...]) -> _Waiting:
+        """Count a pass without a graph; a cache whose memory is another one than in the pass before is waited for."""
         if len(self._waiting) > 16 * KEPT:  # of passes that never come again
             self._waiting.clear()
-        waiting = self._waiting.setdefault(key, _Waiting(WARM, self._passes))
+        waiting = self._waiting.setdefault(key, _Waiting(WARM, self._passes, addresses))
+        if waiting.addresses != addresses:
+            waiting.addresses = addresses
+            waiting.left = max(waiting.left, WARM)
         waiting.left -= 1
         return waiting
 
@@ -342,20 +346,38 @@ class DecodeGraphs:
 def _is_static(cache: object) -> bool:
     """Whether a cache keeps its memory, and has it already."""
     layers = getattr(cache, "layers", ())
-    return bool(layers) and all(
-        isinstance(getattr(x, "cumulative_length", None), Tensor)
-        and getattr(x, "is_initialized", False)
-        and not hasattr(x, "cumulative_length_int")  # of a window: Python decides by it, and a replay does not count it
-        for x in layers
+    return any(map(_held_by, layers)) and all(map(_keeps_memory, layers))
+
+
+def _keeps_memory(layer: Any) -> bool:
+    """Whether a layer of a cache has its memory, or needs none, and the host decides nothing by what it holds."""
+    begun = getattr(layer, "has_previous_state", None)
+    if isinstance(begun, dict):  # by number: a layer of states alone, which are changed in place
+        return all(begun.values()) and layer.is_compileable
+    if type(layer).__name__ == "DummyLayer":
+        return True
+    return (
+        isinstance(getattr(layer, "cumulative_length", None), Tensor)
+        and getattr(layer, "is_initialized", False)
+        and not hasattr(layer, "cumulative_length_int")  # of a window: the host counts, and a replay does not
     )
 
 
+def _held_by(layer: Any) -> list[int]:
+    """Return the addresses of a cache's layer, of keys and values or states by number, and the numbers of its own.
+
+    What changes from pass to pass is moved or counted by the host.
+    """
+    held = [v for of in vars(layer).values() for v in (of.values() if isinstance(of, dict) else (of,))]
+    return [v.data_ptr() if isinstance(v, Tensor) else v for v in held if isinstance(v, Tensor | int)]
+
+
 def _addresses(owner: Any, step: Step) -> tuple[int, ...]:
-    """The tensors that a graph reads in addition to its own: a static cache's or a table's, and handles."""
+    """What a graph reads in addition to its own tensors: a static cache's or a table's, and handles."""
     if step.packed is not None:
         held = [owner.there.data_ptr()]
     else:
-        held = [t.data_ptr() for x in owner.layers for t in (x.keys, x.values, x.cumulative_length)]
+        held = [number for layer in owner.layers for number in _held_by(layer)]
     if step.words is None:
         held += [s.device_table().data_ptr() for s in seen(step)]
     return tuple(held)

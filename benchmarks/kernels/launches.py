@@ -15,7 +15,16 @@ from benchmarks.kernels.layers import module_like
 from moepack.pack.spec import ExpertLayer, Matrix, Version
 from moepack.runtime.experts import gpu
 from moepack.runtime.experts.handles import LayerCall
-from moepack.runtime.kernels import affine_triton, attend_triton, exponent_triton, step_triton, switch_triton
+from moepack.runtime.kernels import (
+    affine_triton,
+    attend_triton,
+    delta_triton,
+    exponent_triton,
+    latent_triton,
+    step_triton,
+    switch_triton,
+)
+from moepack.runtime.kernels.delta_native import DeltaSizes, DeltaWeights, Lies
 from moepack.runtime.kernels.forms import Norm, Routing, make_forms
 from moepack.runtime.kernels.routing_triton import Tally, route
 
@@ -169,6 +178,25 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
             attend_triton.attend_rows(query, KEYS, rows(), size**-0.5, 128 if sinks else None, own)
         attend_triton.append(key, torch.empty_like(key), rows())
 
+    def latents(heads: int, way: str) -> None:
+        rank, rotated = 512, 64  # DeepSeek-V3's
+        query = zeros(1, heads, rank), zeros(1, heads, rotated)
+        if way == "rows":
+            latent_triton.attend_rows(*query, rows(), SIZE**-0.5)
+            return
+        cache = zeros(1, 1, 4096, rank), zeros(1, 1, 4096, rotated)
+        mask = zeros(1, 1, 1, 4096, dtype=torch.bool) if way == "masked" else None
+        latent_triton.attend(*query, *cache, zeros(1, dtype=torch.int64), mask, SIZE**-0.5)
+
+    def delta(shared: int, sigmoid: bool) -> None:
+        sizes = DeltaSizes(16, shared, SIZE, SIZE, 4)
+        own = {} if sigmoid else {"scale": zeros(16 * shared), "bias": zeros(16 * shared)}
+        weights = DeltaWeights(zeros(*sizes.window), zeros(SIZE), 1e-6, sigmoid, **own)
+        rule = delta_triton.GpuDelta(sizes, [Lies(0, 0, 0)] * (5 if sigmoid else 6), weights)
+        states = zeros(1, *sizes.state, dtype=torch.float32)
+        logs = zeros(1, 1, 16 * shared, SIZE, dtype=torch.float32) if sigmoid else None
+        rule.run([zeros(1, 1, sizes.window[0])], zeros(1, *sizes.window), states, logs)
+
     def heads(normed: bool, placed: str) -> None:
         keys = zeros(1, KEYS, 4096, SIZE)
         place = zeros(1, dtype=torch.int64)
@@ -190,6 +218,8 @@ def beside(dtype: torch.dtype) -> Iterator[tuple[str, list[Launch]]]:
     ways |= {f"{n} {t}x{c}": partial(routing, form, t, c) for n, form in ROUTERS.items() for t, c in sizes}
     ways |= {f"{n}{' masked' * m}": partial(attention, n, m) for n in (64, 128, 256) for m in choices}
     ways |= {f"{n} of rows{' with sinks' * s}": partial(of_rows, n, s) for n in (64, 128, 256) for s in choices}
+    ways |= {f"latents of {n} {w}": partial(latents, n, w) for n in (16, 128) for w in ("full", "masked", "rows")}
+    ways |= {"Qwen3-Next": partial(delta, 2, False), "Kimi-Linear": partial(delta, 1, True)}
     places = ("", " placed", " placed in rows")
     ways |= {f"heads{' normed' * n}{p}": partial(heads, n, p) for n in choices for p in places}
     ways |= {f"{cols}": partial(norm, cols) for cols in (2048, 7168)}

@@ -1,4 +1,4 @@
-"""Attention of latent layers (DeepSeek's, Kimi's) over the latents themselves, on a CPU.
+"""Attention of latent layers (DeepSeek's, Kimi's) over the latents themselves, on a CPU (of a GPU: gpu_latent.py).
 
 The cache of such a layer holds one latent vector c a token, and a map `kv_b_proj` makes keys and values of all heads
 from it. A family's code makes them anew for the whole context at every step. But a score q (W_k c) is also (W_k^T q) c.
@@ -75,6 +75,10 @@ class Latents:
             return self._by_kernel(of.kernel, query, mask, scaling)
         if query.dtype == torch.float32 and query.shape[1] * query.shape[2] * self.latent.shape[2] <= SCORES:
             return self._by_torch(query, mask, scaling)
+        return None
+
+    def attend_rows(self, query: Tensor, rows: Tensor, scaling: float) -> Tensor | None:
+        """Return None: sequences have a table of their memory on a GPU alone."""
         return None
 
     def _by_kernel(self, maps: HeadMatrices, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
@@ -155,6 +159,9 @@ class Latents:
 class LatentMap(Uncopied):
     """A module's map from latents to the keys and values of all heads."""
 
+    made = Latents  # what stands for keys and values
+    device = torch.device("cpu")
+
     def __init__(self, module: FamilyModule) -> None:
         """Read the sizes of a module; raise ValueError or AttributeError for one whose map is of another kind."""
         found = module._modules[MAP]
@@ -166,10 +173,14 @@ class LatentMap(Uncopied):
         self._map = found
         packed = isinstance(found, PackedLinear)
         bias = found.matrix.bias if packed else found.bias is not None
-        unread = packed and found.group is None
+        unread = packed and not self._reads(found)
         if bias or unread or self.heads * self.each != found.out_features:
             raise ValueError(f"{MAP} is no plain matrix for each head, or the kernels do not read it")
         self.kernel = self._kernel()
+
+    def _reads(self, found: PackedLinear) -> bool:
+        """Whether the kernels read a packed map."""
+        return found.group is not None
 
     def _kernel(self) -> HeadMatrices | None:
         """Return what the kernels read; None for a plain matrix of another dtype than BF16."""
@@ -227,7 +238,7 @@ def _expand(self: FamilyModule, latent: Tensor, turned: Tensor) -> tuple[Any, An
     of: LatentMap | None = self._moepack_latent
     kept = (
         of is not None
-        and latent.device.type == "cpu"
+        and latent.device == of.device
         and latent.dim() == turned.dim() == 4
         and latent.shape[1] == turned.shape[1] == 1
         and latent.stride(3) == turned.stride(3) == 1
@@ -237,7 +248,7 @@ def _expand(self: FamilyModule, latent: Tensor, turned: Tensor) -> tuple[Any, An
     )
     if not kept or of is None:
         return expanded(self, latent, turned)
-    latents = Latents(self, of, latent, turned)
+    latents = of.made(self, of, latent, turned)
     return latents, latents
 
 
@@ -289,8 +300,14 @@ def _usual(module: Any, query: Tensor, key: Latents, mask: Tensor | None, given:
     )
 
 
+def is_latent(module: nn.Module) -> bool:
+    """Whether a module's code makes keys and values from latents, and asks for its attention function by name."""
+    return hasattr(type(module), "expand_kv") and MAP in module._modules and attends_by_name(module)
+
+
 @functools.cache
-def _latent(kind: type[nn.Module]) -> type[nn.Module]:
+def in_place_of_latents(kind: Any) -> type[nn.Module]:
+    """Make a subclass of `kind` whose latents the attention function may take unexpanded."""
     made = in_place_of(kind, with_attention(kind, over_latents))
     made._moepack_expand = kind.expand_kv  # type: ignore[attr-defined]
     made.expand_kv = _expand  # type: ignore[attr-defined]
@@ -305,12 +322,12 @@ def serve_latents(model: nn.Module) -> dict[str, int]:
     trials = Trials[bool]()
     for module in model.modules():
         kind: Any = type(module)
-        if not hasattr(kind, "expand_kv") or MAP not in module._modules or not attends_by_name(module):
+        if not is_latent(module):
             continue
         agrees = trials.result(module, functools.partial(_trial, module), without="layer_idx")
         if trials.count(module, bool(agrees)):
             module._moepack_latent = LatentMap(module)  # type: ignore[assignment]
-            module.__class__ = _latent(kind)
+            module.__class__ = in_place_of_latents(kind)
     return trials.done()
 
 

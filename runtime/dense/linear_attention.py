@@ -51,13 +51,16 @@ SOME = """A_log D F activation b_proj bias cat chunk_kimi_delta_attention contig
 NEEDED = frozenset(ALL.split())
 KNOWN = NEEDED.union(SOME.split())
 States = tuple[Sequence[int], Sequence[Tensor], Sequence[Tensor]]  # first tokens, windows and states of sequences
+# A kernel by a layer's sizes, places and weights; and a class whose modules run it, by the argument that is a cache
+Rule = Callable[[DeltaSizes, Sequence[Lies], DeltaWeights], Any]
+Served = Callable[[Any, str], Any]
 
 
 @dataclass(slots=True, eq=False)
 class LinearPlace(Uncopied):
     """A module's rule, and the names of the modules that make what it reads."""
 
-    rule: DeltaRule | Mamba
+    rule: DeltaRule | Mamba  # of a GPU: a GpuDelta (gpu_linear_attention.py)
     maps: tuple[str, ...]  # each of projections by its maps, one after another: "g_a_proj g_b_proj"
     decays: str | None  # a module that computes decays' logarithms
     last: str  # the last product
@@ -139,12 +142,12 @@ class LinearPlace(Uncopied):
             cache.update_recurrent_state(state, number)
         windows = cache.get_conv_state(number, state_idx=0)
         states = cache.get_recurrent_state(number, state_idx=0)
-        if windows is None or states is None or not (_alike(windows, window) and _alike(states, state)):
+        if windows is None or states is None or not (alike(windows, window) and alike(states, state)):
             return None
         return windows, states
 
 
-def _alike(held: Tensor, like: Tensor) -> bool:
+def alike(held: Tensor, like: Tensor) -> bool:
     """Whether a cache's tensor is one that the kernel changes in place."""
     return held.shape == like.shape and held.dtype == like.dtype and held.is_contiguous()
 
@@ -160,7 +163,7 @@ def serve_linear_attention(model: nn.Module) -> dict[str, int]:
         # KNOWN names let the code use the layer's number for nothing but to find its layer of the cache
         trial = functools.partial(_trial, module, cache, model.config)
         sigmoid = trials.result(module, trial, without=NUMBER)
-        place = None if sigmoid is None else _place(module, sigmoid)
+        place = None if sigmoid is None else place_of(module, sigmoid)
         if trials.count(module, place is not None):
             module._moepack_linear = place  # type: ignore[assignment]
             module.__class__ = _served(kind, cache)
@@ -196,18 +199,22 @@ def _scans_alike(module: FamilyModule, cache_name: str, config: Any) -> bool | N
 
 def _trial(module: FamilyModule, cache: str, config: Any) -> bool | None:
     """Return whether a module's gate is a sigmoid; None if its own results differ either way."""
-    agree = (sigmoid for sigmoid in (False, True) if _agrees(module, _place(module, sigmoid), cache, config))
+    agree = (
+        sigmoid
+        for sigmoid in (False, True)
+        if agrees(module, place_of(module, sigmoid), _served, torch.bfloat16, cache, config)
+    )
     return next(agree, None)
 
 
-def _place(module: FamilyModule, sigmoid: bool) -> LinearPlace | None:
+def place_of(module: FamilyModule, sigmoid: bool, rule: Rule = DeltaRule) -> LinearPlace | None:
     """Return what a module's rule reads; None for a module that the kernel does not fit."""
     has = module._modules.keys()
     try:
         if "forget_gate" in has:
-            return _with_own_decays(module, sigmoid)
+            return _with_own_decays(module, sigmoid, rule)
         if "in_proj" in has:
-            return None if sigmoid else _mamba(module)
+            return None if sigmoid or rule is not DeltaRule else _mamba(module)
         r = module.num_v_heads // module.num_k_heads
         sizes = DeltaSizes(module.num_k_heads, r, module.head_k_dim, module.head_v_dim, module.conv_kernel_size)
         k = sizes.k_dim
@@ -229,23 +236,24 @@ def _place(module: FamilyModule, sigmoid: bool) -> LinearPlace | None:
                 Lies(3, 0, r),
             ]
         own = {"scale": module.A_log.detach().float().exp(), "bias": module.dt_bias.detach().float().clone()}
-        return _made(module, sizes, places, maps, ("norm", "out_proj", None), sigmoid, own)
+        return _made(module, rule, sizes, places, maps, ("norm", "out_proj", None), sigmoid, own)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
 
-def _with_own_decays(module: FamilyModule, sigmoid: bool) -> LinearPlace:
+def _with_own_decays(module: FamilyModule, sigmoid: bool, rule: Rule) -> LinearPlace:
     """Return the place of a module with one head of values for one of keys, which computes decays of a state's rows."""
     dim = module.head_dim
     sizes = DeltaSizes(module.num_heads, 1, dim, dim, module.conv_kernel_size)
     gate = "g_proj" if "g_proj" in module._modules else "g_a_proj g_b_proj"
     places = [*(Lies(i, 0, dim) for i in range(4)), Lies(4, 0, 1)]
     maps = ("q_proj", "k_proj", "v_proj", gate, "b_proj")
-    return _made(module, sizes, places, maps, ("o_norm", "o_proj", "forget_gate"), sigmoid, {})
+    return _made(module, rule, sizes, places, maps, ("o_norm", "o_proj", "forget_gate"), sigmoid, {})
 
 
 def _made(
     module: FamilyModule,
+    rule: Rule,
     sizes: DeltaSizes,
     places: Sequence[Lies],
     maps: tuple[str, ...],
@@ -257,13 +265,13 @@ def _made(
     inner = module._modules[norm]
     epsilon = epsilon_of(inner)
     filters = module.conv1d.weight.detach()
-    if epsilon is None or module.conv1d.bias is not None or filters.device.type != "cpu":
+    if epsilon is None or module.conv1d.bias is not None:
         raise ValueError("the kernel does not fit")
     weights = DeltaWeights(filters.flatten(1), inner.weight.detach(), epsilon, sigmoid, **own)
     read = (("conv1d", "weight"), (norm, "weight"), *((("", "A_log"), ("", "dt_bias")) if own else ()))
     for name in (*" ".join(maps).split(), last, *((decays,) if decays else ())):
         module._modules[name]
-    return LinearPlace(DeltaRule(sizes, places, weights), maps, decays, last, read, _states(module, read))
+    return LinearPlace(rule(sizes, places, weights), maps, decays, last, read, _states(module, read))
 
 
 def _mamba(module: FamilyModule) -> LinearPlace:
@@ -360,15 +368,22 @@ def _fits(x: object) -> TypeGuard[Tensor]:
     )
 
 
-def _agrees(module: FamilyModule, place: LinearPlace | None, cache_name: str, config: Any) -> bool:
+def agrees(
+    module: FamilyModule,
+    place: LinearPlace | None,
+    served: Served,
+    dtype: torch.dtype,
+    cache_name: str,
+    config: Any,
+) -> bool:
     """Whether a module's own results, and the states that it keeps, are those of `place`."""
     if place is None:
         return False
     kind: Any = type(module)
     module._moepack_linear = place
     try:
-        runs = kind.forward, _served(kind, cache_name).forward
-        return _run_alike(module, runs, torch.bfloat16, TOKENS, cache_name, config)
+        runs = kind.forward, served(kind, cache_name).forward
+        return _run_alike(module, runs, dtype, TOKENS, cache_name, config)
     except Exception:  # of any kind, from a family's code
         return False
     finally:
@@ -386,7 +401,9 @@ def _run_alike(
     """Whether two forwards of a module agree in passes of these lengths, of one sequence and of two."""
     generator = torch.Generator().manual_seed(0)
     for batch in (1, 2):
-        x = torch.randn(batch, sum(lengths), module.hidden_size, generator=generator).to(dtype)
+        x = torch.randn(batch, sum(lengths), module.hidden_size, generator=generator).to(
+            module.conv1d.weight.device, dtype
+        )
         wanted, got = (_passes(module, run, x, lengths, DynamicCache(config=config), cache_name) for run in runs)
         if not all(map(_near, wanted, got)):
             return False
@@ -410,7 +427,7 @@ def _passes(
     for tokens in lengths:
         mask = None
         if len(x) > 1 and not start:
-            mask = torch.ones(len(x), tokens, dtype=torch.bool)
+            mask = torch.ones(len(x), tokens, dtype=torch.bool, device=x.device)
             mask[1, 0] = False
         given = {"hidden_states": x[:, start : start + tokens].contiguous(), "attention_mask": mask, cache_name: cache}
         with torch.no_grad():

@@ -80,17 +80,29 @@ class PackedLinear(nn.Module):
         """`forward` by kernels that read the packed bytes (affine_triton.py, `dense`)."""
         from moepack.runtime.kernels.affine_triton import TERMS, dense
 
-        self._check_loaded()
+        form = self._read_on_gpu()
         rows = x.detach().reshape(-1, self.in_features)
         rows = (rows if x.dtype in TERMS else rows.float()).contiguous()
         out = rows.new_empty(len(rows), self.out_features)
         if len(rows):
-            form = self._form = self._form or form_at(
-                self.version, 0, {kind: s.offset for kind, s in self._sections.items()}
-            )
             with current(x.device):
                 dense(self.matrix, form, self.packed, rows, out)
         return out.view(*x.shape[:-1], self.out_features).to(x.dtype)
+
+    def _read_on_gpu(self) -> Form:
+        """Return how kernels of a GPU read the packed bytes."""
+        self._check_loaded()
+        ends = {kind: s.offset for kind, s in self._sections.items()}
+        form = self._form = self._form or form_at(self.version, 0, ends)
+        return form
+
+    def unpacked(self) -> Tensor:
+        """Return W in BF16, [rows, cols], by a launch on a GPU."""
+        from moepack.runtime.kernels.affine_triton import unpacked
+
+        form = self._read_on_gpu()
+        with current(self.packed.device):
+            return unpacked(self.matrix, form, self.packed)
 
     def lie_at(self, extent: Tensor, sections: Sections) -> None:
         """Read the weights from another extent, where they are already."""

@@ -94,9 +94,11 @@ def _candidates(module: FamilyModule, experts: int) -> Iterator[RouterForm]:
     if groups > 1 and (not isinstance(kept, int) or experts % groups or experts // groups < 2 or groups > 16):
         groups = 1
     dtypes = dict.fromkeys((module.weight.dtype, torch.float32))
+    # weights in float32 are multiplied by tokens of any dtype in float32
+    widths = (True,) if module.weight.dtype == torch.float32 else (False, True)
     grouping = [(1, 1, "max")] if groups == 1 else [(groups, kept, "max"), (groups, kept, "two"), (1, 1, "max")]
     for wide, score, normed, (n, of, by) in itertools.product(
-        (False, True), ("softmax", "sigmoid", "top"), (True, False), grouping
+        widths, ("softmax", "sigmoid", "top"), (True, False), grouping
     ):
         if score == "top" and normed:
             continue

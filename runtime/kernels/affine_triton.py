@@ -223,29 +223,15 @@ def _by_torch(matrix: Matrix, f: Form, extent: Tensor, x: Tensor, out: Tensor) -
     rows = matrix.rows
     cols = matrix.cols
     step = slice_rows(rows, cols)
-    plain = extent[f.low :][: 2 * rows * cols].view(torch.bfloat16).view(rows, cols) if f.bits == 16 else None
+    plain = _plain(matrix, f, extent)
     bias = extent[f.bias :][: 2 * rows].view(torch.bfloat16) if f.bias >= 0 else None
-    read = {k: v for k, v in _read(f).items() if k != "COLUMNS"}
     made = x.new_empty(0 if plain is not None else step, cols)
     part = x.new_empty(0 if step == rows else len(x) * step)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         if plain is None:
             weights = made[:count]
-            unpack[triton.cdiv(count, BLOCK_ROWS.value), triton.cdiv(cols, BLOCK_COLUMNS.value)](
-                extent,
-                weights,
-                cols,
-                first,
-                count,
-                f.low,
-                f.high,
-                f.scale,
-                f.zero,
-                max(f.outer, 0),
-                **read,
-                OUTER=f.outer >= 0,
-            )
+            _unpack(f, extent, weights, first)
         else:
             weights = plain[first : first + count]
         to = out if step == rows else part[: len(x) * count].view(len(x), count)
@@ -255,6 +241,42 @@ def _by_torch(matrix: Matrix, f: Form, extent: Tensor, x: Tensor, out: Tensor) -
             torch.addmm(bias[first : first + count], x, weights.t(), out=to)
         if to is not out:
             out[:, first : first + count] = to
+
+
+def _plain(matrix: Matrix, f: Form, extent: Tensor) -> Tensor | None:
+    """The weights of a matrix that is not quantised, where they are."""
+    if f.bits != 16:
+        return None
+    return extent[f.low :][: 2 * matrix.weights].view(torch.bfloat16).view(matrix.rows, matrix.cols)
+
+
+def unpacked(matrix: Matrix, form: Form, extent: Tensor) -> Tensor:
+    """Return a matrix's weights in BF16, [rows, cols], by one launch; the extent's own if it is not quantised."""
+    made = _plain(matrix, form, extent)
+    if made is None:
+        kernel_of(form.name)
+        made = extent.new_empty(matrix.rows, matrix.cols, dtype=torch.bfloat16)
+        _unpack(form, extent, made, 0)
+    return made
+
+
+def _unpack(f: Form, extent: Tensor, out: Tensor, first: int) -> None:
+    """Write a matrix's rows from `first` on to `out`."""
+    count, cols = out.shape
+    unpack[triton.cdiv(count, BLOCK_ROWS.value), triton.cdiv(cols, BLOCK_COLUMNS.value)](
+        extent,
+        out,
+        cols,
+        first,
+        count,
+        f.low,
+        f.high,
+        f.scale,
+        f.zero,
+        max(f.outer, 0),
+        **{k: v for k, v in _read(f).items() if k != "COLUMNS"},
+        OUTER=f.outer >= 0,
+    )
 
 
 @lru_cache(8)

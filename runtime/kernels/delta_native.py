@@ -87,6 +87,7 @@ class DeltaRule:
         heads, _, v_dim = sizes.state
         filters = weights.filter
         fits = filters.shape == sizes.window and weights.norm.shape == (v_dim,)
+        fits = fits and filters.device.type == "cpu"
         fits = fits and all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in (filters, weights.norm))
         for t in (weights.scale, weights.bias):
             fits = fits and (t is not None) == (len(places) == len(ROLES))
@@ -96,7 +97,7 @@ class DeltaRule:
         self.sizes = sizes
         self._places = tuple(places)
         self._weights = weights  # kept: the call has their addresses
-        self._ends = [_end(role, lies, sizes) for role, lies in zip(ROLES, places, strict=False)]
+        self._ends = [least_columns(role, lies, sizes) for role, lies in zip(ROLES, places, strict=False)]
         self._call = _Delta(
             scale=None if weights.scale is None else weights.scale.data_ptr(),
             bias=None if weights.bias is None else weights.bias.data_ptr(),
@@ -171,8 +172,8 @@ class DeltaRule:
         return call, out
 
 
-def _end(role: str, lies: Lies, sizes: DeltaSizes) -> int:
-    """The least columns of a projection that holds a role's numbers there."""
+def least_columns(role: str, lies: Lies, sizes: DeltaSizes) -> int:
+    """Return the least columns of a projection that holds a role's numbers there."""
     many = {"query": sizes.k_dim, "key": sizes.k_dim, "value": sizes.shared * sizes.v_dim}
     many["gate"] = many["value"]
     return lies.first + (sizes.keys - 1) * lies.step + many.get(role, sizes.shared)

@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import fake_graph
@@ -14,8 +15,8 @@ import pytest
 import torch
 from graph_recorder import recording
 from live_models import at, ids, load, wait_for
-from support import PATIENCE
-from tiny_models import build_tiny
+from support import PATIENCE, ROOT
+from tiny_models import INDEXED, build_tiny
 from transformers import StaticCache
 
 from moepack.pack.errors import InputError
@@ -37,10 +38,35 @@ allocation: {average_bits: 4}
 LIVE = "hotness:hi=w4,lo=w2,prior=none,interval=0.02,rate=0,margin=0,slack=0"
 PINNED = LIVE.replace("lo=w2", "lo=w2@pinned")
 PAGED = "paged:lo=pinned,interval=0.02,rate=0"
-# Operations: 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their sum
-A_LAYER = 15
-BESIDE = 22  # of a step: embedding, positions, mask, angles, the last norm and lm_head
 ROOM, TOKENS, PASSES = 120_000, 32, 5
+# The families of docs/gpu.md's table: the word for which their configuration stands, and sizes of a tiny model
+FAMILIES = {
+    "Qwen3-MoE": ("qwen3_moe", {"head_dim": 32}),
+    "Mixtral": ("mixtral", {"head_dim": 32}),
+    "gpt-oss": ("gpt_oss", {"head_dim": 32}),
+    "DeepSeek-V3": ("deepseek_v3", {"first_k_dense_replace": 0, "num_hidden_layers": 2}),
+    "GLM-5": (
+        "glm_moe_dsa",
+        {**INDEXED, "index_topk": 8, "mlp_layer_types": ["sparse"] * 2, "indexer_types": ["full", "shared"]},
+    ),
+    "Qwen3-Next": (
+        "qwen3_next",
+        {"head_dim": 32, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "Kimi-Linear": ("kimi_linear", {"num_key_value_heads": 4, "first_k_dense_replace": 0}),
+    "Nemotron-H": ("nemotron_h", {}),
+}
+PLAIN = """
+versions: [bf16, w4]
+quantize: {method: rtn, group_size: 32, loss_tokens: 64}
+calibration: {samples: 4, length: 32, batch_size: 4}
+"""
+
+
+def rows_of(family):
+    """The rows of docs/gpu.md's table of a family: kind of layer, operations, waits, operations beside, graphs."""
+    cells = (line.strip("| \n").split(" | ") for line in (ROOT / "docs" / "gpu.md").read_text().splitlines())
+    return [row[1:] for row in cells if row[0] == family and len(row) == 7]
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +147,11 @@ class Served:
 
 @pytest.mark.parametrize("dense", ["bf16", "w8"])
 def test_a_layer_is_few_operations_the_same_at_every_epoch(bundles, gpu, dense, monkeypatch):
-    """Models of 2 and of 4 layers; the first step of a model shows whether its layers hand on what routers made."""
+    """Models of 2 and of 4 layers; the first step of a model shows whether its layers hand on what routers made.
+
+    A layer asks for 2 norms, 2 sums, 3 products, the heads, a count, attention's 2; routing, experts' 2 products, their
+    sum.
+    """
     # As of a cache on another device than the host, whose memory is the stand-in's
     monkeypatch.setattr("moepack.runtime.residency.sequences.cached_tokens", lambda cache: None)
     counts = []
@@ -139,8 +169,81 @@ def test_a_layer_is_few_operations_the_same_at_every_epoch(bundles, gpu, dense, 
             served.promote()
         assert all(names == seen[0] for names in seen) and at(served.model, "w4") > 0
         counts.append(len(seen[0]))
-    assert (counts[1] - counts[0]) / 2 == A_LAYER, counts
-    assert counts[0] - 2 * A_LAYER == BESIDE
+    assert (counts[1] - counts[0]) / 2 == int(rows_of("Qwen3-MoE")[0][1]), counts
+
+
+def kinds_of(model):
+    """What a model's decoder layers are by their kinds, in order, with the number of each."""
+    config = model.config
+    kinds = getattr(config, "indexer_types", None) or getattr(config, "layer_types", None)
+    return [*(kinds or ["full_attention"] * config.num_hidden_layers)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_of_operations(family, demo_model, text, made_once, gpu, captured, monkeypatch):
+    """docs/gpu.md says how many operations a decode step in BF16 asks for, and which steps are replayed.
+
+    Where a step is captured, its replays are the bits of steps without a graph.
+    """
+    name, extra = FAMILIES[family]
+    monkeypatch.setattr("moepack.runtime.residency.sequences.cached_tokens", lambda cache: None)
+    monkeypatch.setattr(attend_triton, "PROGRAMS", 4)  # the interpreter runs one after another
+    monkeypatch.setattr(decode_graph, "WARM", 0)
+
+    def make(folder):
+        build_tiny(name, folder, PLAIN, demo_model, text, **extra)
+
+    bundle = Path(made_once(f"operations-{name}", make) / "bundle")
+    model = load(bundle, "static:w4", room=1 << 22, kv_tokens=4 * TOKENS, prefill_tokens=TOKENS, dtype=torch.bfloat16)
+    kinds, wrapper = kinds_of(model), model._moepack_wrapper
+    layers = next(m.layers for m in model.modules() if hasattr(m, "layers") and len(m.layers) == len(kinds))
+    caches = [StaticCache(config=model.config, max_cache_len=TOKENS) for _ in range(2)]
+    begins, ends, captures = [], [], wrapper.graphs
+
+    def run(tokens, cache):
+        with torch.no_grad():
+            return model(tokens, use_cache=True, past_key_values=cache).logits
+
+    for cache in caches:
+        run(ids(0, 5), cache)
+    for seed in range(2):
+        wrapper.graphs = None
+        want = run(ids(seed, 1), caches[0])
+        wrapper.graphs = captures
+        assert torch.equal(run(ids(seed, 1), caches[1]), want), seed
+    static = [graph.replays for graph in captured]
+    wrapper.graphs = None
+    hooks = [
+        hook
+        for layer in layers
+        for hook in (
+            layer.register_forward_pre_hook(lambda *_: begins.append((len(made.names), len(made.broken)))),
+            layer.register_forward_hook(lambda *_: ends.append((len(made.names), len(made.broken)))),
+        )
+    ]
+    with recording() as made:
+        run(ids(0, 1), caches[0])
+    for hook in hooks:
+        hook.remove()
+    # The last layer of a kind, because the first one makes what others find
+    spans = list(zip(kinds, begins, ends, strict=True))
+    asked = {kind: tuple(e - b for b, e in zip(begin, end, strict=True)) for kind, begin, end in spans}
+    beside = len(made.names) - sum(asked[kind][0] for kind in kinds)
+    assert len(made.broken) == sum(asked[kind][1] for kind in kinds), Counter(made.broken)
+    wrapper.graphs = captures
+    captured.clear()
+    del caches
+    engine = Engine(model, TOKENS)
+    slots = [engine.add(TOKENS) for _ in range(2)]
+    engine.run([StepInput(slot, ids(0, 5)[0].tolist()) for slot in slots])
+    for seed in range(2):
+        outs = []
+        for slot, wrapper.graphs in zip(slots, (None, captures), strict=True):
+            outs += engine.run([StepInput(slot, [5 + seed])])
+        assert torch.equal(*outs), seed
+    replayed = ["yes" if replays == [2] else "no" for replays in (static, [graph.replays for graph in captured])]
+    found = [[kind, *map(str, count), str(beside), *replayed] for kind, count in asked.items()]
+    assert rows_of(family) == found
 
 
 @pytest.mark.parametrize("policy", [LIVE, PINNED, PAGED, "static:w4"])

@@ -114,6 +114,18 @@ def test_a_failed_capture_is_tried_again(model, first_replay, caplog):
     assert model.eager[1] == 3 + (1 + 2 + 4) * AGAIN + 2 and model.graphs.failures == 3
 
 
+@pytest.mark.parametrize("name", ["conv_states", "tokens"])
+def test_a_cache_that_moves_or_counts_is_waited_for(model, name):
+    """A layer's states that each pass puts elsewhere, and numbers that the host counts."""
+    (layer,) = model.cache.layers
+    for number in range(5):
+        setattr(layer, name, {0: torch.zeros(1)} if name == "conv_states" else number)
+        model.run(1)
+    assert not model.gpu.tries
+    model.run(1, 3)
+    assert model.has() == [1]
+
+
 def test_no_failure_is_for_ever(model):
     """For what fails each time, a family's code for example: tries become rare, and are bounded on both sides."""
     model.gpu.fails = RuntimeError("operation not permitted when stream is capturing")

@@ -553,7 +553,11 @@ class PackedKvCache(Cache, PackedCache):
             raise NotPackable(f"{type(module).__name__} changes what its cache returns")
         if self.table is not None:
             one = self._parts[0].of.row.layers[layer]
-            made = None if expand else self.table.attend(layer, query, one, scaling, window, sinks)
+            made = None
+            if not expand:
+                made = self.table.attend(layer, query, one, scaling, window, sinks)
+            elif latents is not None and scaling is not None and window is None and sinks is None:
+                made = latents.attend_rows(query, self.table.there[layer], scaling)
             if made is not None:
                 return made
             self.table.by_address = True

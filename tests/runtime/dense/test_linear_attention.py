@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from gpu_stand_in import kernels
+from graph_recorder import recording
 from kept_prompts import MOST, STEP, SYSTEM, read
 from tiny_models import random_model, serve_linears
 from torch import nn
@@ -10,9 +12,11 @@ from transformers.models.qwen3_next import modeling_qwen3_next as code
 
 pytest.importorskip("moepack.runtime.kernels.affine_native", exc_type=OSError)
 from moepack.runtime.dense import linear_attention
+from moepack.runtime.dense.gpu_linear_attention import serve_gpu_linear_attention
 from moepack.runtime.dense.linear_attention import serve_linear_attention
 from moepack.runtime.kernels import mamba_native
 from moepack.runtime.kernels.delta_native import DeltaRule
+from moepack.runtime.kernels.delta_triton import GpuDelta
 from moepack.runtime.kernels.mamba_native import Mamba
 from moepack.server.batching.engine import Engine
 
@@ -255,3 +259,45 @@ def test_code_that_differs_stays(monkeypatch):
     assert not serve_linear_attention(model)
     monkeypatch.undo()
     assert serve_linear_attention(model) == {"Qwen3NextGatedDeltaNet": 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe_text", "kimi_linear"])
+def test_one_token_on_a_gpu(family, dtype, monkeypatch):
+    """Results and states have the errors of the modules' own code. Single tokens alone are launched; nothing waits.
+
+    A hook on what the launches read leaves the modules their own code, to the bit.
+    """
+    kernels(monkeypatch)
+    ran, run = [], GpuDelta.run
+    monkeypatch.setattr(GpuDelta, "run", lambda *given: ran.append(len(given[2])) or run(*given))
+    exact, plain, ours = (model_of(family, kind) for kind in (torch.float64, dtype, dtype))
+    layers = layers_of(ours)
+    assert serve_gpu_linear_attention(ours) == {type(layers[0]).__name__: len(layers)}
+    ran.clear()
+    steps = (9, 1, 1, 1, 4, 1)
+    mask = torch.ones(2, steps[0], dtype=torch.bool)
+    mask[1, :3] = False
+    with torch.no_grad():
+        found = [outputs(m, steps, mask) for m in (exact, plain, ours)]
+        assert ran == [2] * 4 * len(layers)
+        held = [torch.cat([t.recurrent_states[0].flatten() for t in states_of(cache)]) for _, cache in found]
+        x = torch.randn(2, 1, layers[0].hidden_size, generator=torch.Generator().manual_seed(2)).to(dtype)
+        cache = found[2][1]
+        at = [(t.conv_states[0].data_ptr(), t.recurrent_states[0].data_ptr()) for t in states_of(cache)]
+        with recording() as made:
+            for layer in layers:
+                layer(hidden_states=x, cache=cache)
+        assert made.broken == [] and made.count()["triton:_delta"] == made.count()["triton:_convolve"] == len(layers)
+        assert at == [(t.conv_states[0].data_ptr(), t.recurrent_states[0].data_ptr()) for t in states_of(cache)]
+        for layer in layers:
+            layer.conv1d.register_forward_hook(lambda *_: None)
+        assert torch.equal(outputs(ours, steps, mask)[0], outputs(plain, steps, mask)[0])
+    results = [made for made, _ in found]
+    for right, other, got in (results, held):
+        assert (got - right).norm() <= 1.2 * (other - right).norm() + 1e-5 * right.norm()
+
+
+def states_of(cache):
+    """The layers of a cache that have a state."""
+    return [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]

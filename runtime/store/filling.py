@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,7 +115,7 @@ def read_extents(
         else:
             done(extents[i])
 
-    in_threads(one, len(extents), threads)
+    in_threads(one, range(len(extents)), threads)
     return bad
 
 
@@ -137,12 +137,32 @@ def warm(extents: Sequence[Stored], threads: int, before: Callable[[int], None])
                 complete = False
                 return
 
-    in_threads(one, len(extents), threads)
+    in_threads(one, range(len(extents)), threads)
     return complete
 
 
-def in_threads(work: Callable[[int], None], count: int, threads: int) -> None:
-    """Call `work` on numbers below `count` in threads, in order; the first error ends what has not begun."""
-    with ThreadPoolExecutor(threads, "moepack-fill") as pool:
-        for _ in pool.map(work, range(count)):
-            pass
+def in_threads(work: Callable[[int], None], items: Sequence[int], threads: int) -> None:
+    """Call `work` on items in threads, which take them in order; the first error stops the threads and is raised."""
+    queue = iter(items)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        while True:
+            with lock:
+                item = next(queue, None) if not errors else None
+            if item is None:
+                return
+            try:
+                work(item)
+            except BaseException as error:
+                errors.append(error)
+
+    # Daemons, so that a process can end without waiting for gigabytes.
+    workers = [threading.Thread(target=run, name="moepack-fill", daemon=True) for _ in range(min(threads, len(items)))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if errors:
+        raise errors[0]

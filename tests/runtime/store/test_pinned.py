@@ -243,7 +243,7 @@ def test_closing_ends_the_filling(opened, monkeypatch):
         assert host.filled.wait(0)
         assert host.state()["read_bytes"] < size_of(opened), "it had not ended by itself"
         assert not cuda.registered and not cuda.allocated
-        assert not [t for t in threading.enumerate() if t.name.startswith(("moepack-host", "moepack-fill"))]
+        assert not [t for t in threading.enumerate() if t.name in ("moepack-host", "moepack-fill")]
         host.close()
 
 

@@ -52,6 +52,19 @@ def test_version():
     assert cli("--version") == (0, f"moepack {moepack.__version__}\n", "")
 
 
+def test_json_and_quiet(short_model, text, recipe, bundle, evaluation, tmp_path):
+    """Stdout is JSON alone; progress goes to stderr, and -q leaves it out."""
+    code, out, err = cli("build", short_model, "-o", tmp_path / "b", "-r", recipe, "-c", text, "--json")
+    assert code == 0 and "pack" in err
+    assert json.loads(out)["calibration_tokens"] == 128 and json.loads(out)["methods"] == {"w2": {"rtn": 32}}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["b", "recipe.yaml"]
+    few = ("--policy", "static:w2", "--length", "64", "--samples", "2", "--json", "-q")
+    code, out, err = cli("eval", bundle, "-d", evaluation, "-d", text, *few)
+    facts = json.loads(out)
+    keys = {"perplexity", "tokens", "tokens_per_second", "resident_bytes_peak", "budget_bytes", "promotions"}
+    assert keys <= set(facts) and facts["policy"] == "static:w2" and len(facts["files"]) == 2 and err == ""
+
+
 def test_inspect_json_has_the_keys_others_rely_on(bundle, tmp_path):
     code, out, err = cli("inspect", bundle, "--json", "--plot", tmp_path / "x" / "plot.png")
     facts = json.loads(out)
@@ -216,6 +229,19 @@ def test_bad_checkpoints(name, checkpoint, recipe, text, tmp_path):
     refused(cli("build", checkpoint, "-o", tmp_path / "out" / "b", "-r", recipe, "-c", text, "-q"), *words)
     after = sorted(p for p in tmp_path.rglob("*") if p != tmp_path / "out")
     assert after == before and not list((tmp_path / "out").glob("*"))
+
+
+def test_bad_targets(demo_model, recipe, text, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("keep me")
+    for target, word in ((tmp_path / "full", "not empty"), (recipe / "b", "cannot be written")):
+        refused(cli("build", demo_model, "-o", target, "-r", recipe, "-c", text, "-q"), str(target), word)
+    assert (tmp_path / "full" / "mine").read_text() == "keep me"
+    refused(
+        cli("build", demo_model, "-o", tmp_path / "b", "-r", recipe, "-c", text, "-q", "--work", recipe),
+        "work directory",
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "recipe.yaml"]
 
 
 def test_bad_recipes_and_text(demo_model, recipe, text, tmp_path):

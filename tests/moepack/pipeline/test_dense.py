@@ -12,11 +12,13 @@ from support import spy, tree
 import moepack
 from moepack.calibrate.checkpoint import open_checkpoint
 from moepack.calibrate.dense import PASSED
+from moepack.calibrate.forward import CalibrationPass
 from moepack.pack.errors import InputError
 from moepack.pipeline import build as pipeline
 from moepack.pipeline.dryrun.estimate import estimate
 from moepack.pipeline.executors import local
 from moepack.pipeline.recipe import parse_recipe
+from moepack.pipeline.run import LayerWalk
 from moepack.pipeline.shrink import shrink
 from moepack.quantize import dense_matrix
 from moepack.reports.inspect import inspect
@@ -111,9 +113,22 @@ def test_losses_are_those_of_windows_that_were_held_out(dense, checkpoint, text)
         assert inner == pytest.approx([PASSED * signal[f"model.layers.{block}.{last}"]] * len(inner)) and inner
 
 
+def test_stages_give_the_same_bytes(dense, checkpoint, text, tmp_path, monkeypatch):
+    pipeline.calibrate(checkpoint, tmp_path / "work", RECIPES, [text])
+    monkeypatch.setattr(CalibrationPass, "run_layer", lambda *_: pytest.fail("calibrated again"))
+    pipeline.quantize(tmp_path / "work")
+    pipeline.pack(tmp_path / "work", tmp_path / "staged")
+    assert tree(tmp_path / "staged") == tree(dense)
+    made = tree(tmp_path / "work" / "quantize")
+    (tmp_path / "work" / "calibrate" / "rest" / "moments.safetensors").unlink()
+    with pytest.raises(InputError, match="without keeping the moments"):  # before anything is thrown away
+        pipeline.quantize(tmp_path / "work", fresh=True)
+    assert made and tree(tmp_path / "work" / "quantize") == made
+
+
 def test_a_part_is_gone_on_with_where_it_stopped(dense, checkpoint, text, tmp_path, monkeypatch):
-    """Stopped at the fifth matrix, of which four are not made again. Then a work directory of another number of threads
-    is refused."""
+    """Stopped at the fifth matrix, of which four are not made again, and before the output projection. Then a work
+    directory of another number of threads is refused."""
     work, made = tmp_path / "work", []
 
     def at_the_fifth(task, *_):
@@ -121,12 +136,23 @@ def test_a_part_is_gone_on_with_where_it_stopped(dense, checkpoint, text, tmp_pa
         if len(made) == 5:
             raise KeyboardInterrupt
 
+    def before_the_output_projection(walk, part, *_):
+        if part is None:
+            raise KeyboardInterrupt
+
     monkeypatch.setattr(local, "workers", lambda device, need: 1)
     spy(monkeypatch, local, "make_row_shard", at_the_fifth)
     with pytest.raises(KeyboardInterrupt):
         pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
+    assert len(list((work / "objects").iterdir())) == 4
+    before = len(made)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        spy(patch, LayerWalk, "_quantise_layer", before_the_output_projection)
+        pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
+    with pytest.raises(InputError, match="outside the layers is not quantised"):
+        pipeline.pack(work, tmp_path / "b")
     pipeline.build(checkpoint, tmp_path / "b", RECIPES, [text], work=work)
-    assert tree(tmp_path / "b") == tree(dense) and len(made) == 5 + 12 - 4
+    assert tree(tmp_path / "b") == tree(dense) and len(made) == before + 12 - 4
     settings = json.loads((work / "settings.json").read_text())
     settings["quantize"]["way of quantising dense matrices"] = "whole"
     (work / "settings.json").write_text(json.dumps(settings))

@@ -18,7 +18,9 @@ from moepack.runtime.planning.options import LoadOptions
 from moepack.runtime.planning.plan import ROOM
 from moepack.runtime.policies.contract import PrefillEnded, SequenceEnded
 from moepack.runtime.policies.reducers import GATES
-from moepack.server.batching.engine import Engine, StepInput
+from moepack.runtime.residency.sequences import Sequences
+from moepack.server.batching.engine import CacheSlot, Engine, StepInput
+from moepack.server.batching.packed_cache import PackedKvCache
 from moepack.server.batching.prefixes import chunk_keys
 from moepack.server.command import HELD, Serve, serve
 
@@ -164,6 +166,29 @@ def test_a_larger_budget_holds_no_much_shorter_sequence(bundle):
     for before, after in itertools.pairwise(found):
         assert after >= min(before // 2, enough // 2)
     assert max(found) >= enough
+
+
+def test_a_row_that_is_read_again_is_a_sequence_of_its_own():
+    """A sequence that gave up its cache begins anew."""
+    rows, sequences = PackedKvCache([None], None, 8), Sequences()
+
+    def reads(*parts):
+        items = [StepInput(CacheSlot(row, row.length), [5] * count, is_prompt=prompt) for row, count, prompt in parts]
+        with (
+            rows.passing(items),
+            sequences.reading({"input_ids": torch.zeros(1, 4), "past_key_values": rows}) as found,
+        ):
+            return [(p.sequence, p.tokens, p.begins, p.decodes) for p in found[0].each]
+
+    row, other = rows.add(8), rows.add(8)
+    assert reads((row, 3, True), (other, 1, True)) == [(1, 3, True, False), (2, 1, True, False)]
+    assert reads((row, 1, True), (other, 1, False)) == [(1, 1, False, False), (2, 0, False, True)]
+    assert reads((row, 1, False), (other, 1, False)) == [(1, 0, False, True), (2, 0, False, False)]
+    rows.remove(row)
+    del row
+    assert sequences.over() == [1]
+    again = rows.add(8)
+    assert reads((other, 1, False), (again, 5, True)) == [(2, 0, False, False), (3, 5, True, False)]
 
 
 def test_what_cannot_be_served_is_refused_by_name(bundle):

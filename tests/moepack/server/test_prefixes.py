@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import copy
 import json
+import socket
 
 import hypothesis.strategies as st
 import pytest
@@ -12,7 +13,7 @@ from arithmetic import said
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from kept_prompts import MOST, STEP, SYSTEM, model_of, read, scheduled
-from live_models import least
+from live_models import least, wait_for
 from server_fixtures import NAME, post, serving
 from support import load_for_logits
 from tiny_models import WITH_STATES
@@ -304,6 +305,32 @@ def kept(bundle, tokenizer):
         yield servers
 
 
+def test_clients_at_once_read_a_shared_prompt_once(kept):
+    """16 clients, as many answers as without kept prompts, and each chunk is read by the first of them alone."""
+    server, without = kept
+    prompts = [SYSTEM + [3 + n, 5, 7 + n] for n in range(16)]
+    before = server.server.scheduler.totals.prompt_tokens
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda prompt: usage(server, prompt), prompts))
+        right = list(pool.map(lambda prompt: usage(without, prompt), prompts))
+    assert [text for text, _ in found] == [text for text, _ in right]
+    assert sorted(cached for _, cached in found) == [0] + [192] * 15
+    assert [cached for _, cached in right] == [0] * 16
+    totals = server.server.scheduler.totals
+    assert totals.prompt_tokens - before == 203 + 15 * 11
+    assert (totals.prefix_hits, totals.prefix_queries) == (15 * 192, 16 * 203)
+    assert without.server.scheduler.totals.prefix_queries == 0
+    raw = post(f"{server.url}/metrics", None).decode()
+    labels = f'{{engine="0",model_name="{NAME}"}}'
+    assert f"vllm:prefix_cache_hits_total{labels} 2880.0" in raw
+    assert f"vllm:prefix_cache_queries_total{labels} 3248.0" in raw
+    assert "moepack_prefix_hits_total 2880.0" in raw and "moepack_prefix_queries_total 3248.0" in raw
+    assert f"moepack_prefix_bytes {float(server.server.engine.kept_bytes)}" in raw
+    config = server.model.config  # keys and values in float32
+    token = config.num_hidden_layers * 2 * config.num_key_value_heads * config.head_dim * 4
+    assert server.server.engine.kept_bytes == 192 * token
+
+
 def test_every_interface_says_what_was_kept(kept, tokenizer):
     """Anthropic's input_tokens are those that were read; the others count all. Twice the same prompt: all but one."""
     server, without = kept
@@ -322,11 +349,31 @@ def test_every_interface_says_what_was_kept(kept, tokenizer):
     assert (found["input_tokens"], found["input_tokens_details"]) == (count, {"cached_tokens": whole})
     found = json.loads(post(f"{without.url}/v1/messages", chat))["usage"]
     assert (found["input_tokens"], found["cache_read_input_tokens"]) == (count, 0)
-    totals = server.server.scheduler.totals
-    before = totals.prefix_queries, totals.prefix_hits
-    assert [usage(server, SYSTEM)[1] for _ in range(2)] == [0, 192]
-    assert (totals.prefix_queries - before[0], totals.prefix_hits - before[1]) == (400, 192)
+
+
+def test_a_scored_prompt_is_read_in_full(kept):
+    server, without = kept
+    usage(server, SYSTEM)
+    for one in (server, without):
+        assert usage(one, SYSTEM, echo=True, logprobs=1)[1] == 0
     assert usage(server, SYSTEM, n=3, temperature=1.0)[1] == 192  # a prompt counts once for all its answers
+
+
+def test_a_client_that_leaves_holds_nobody_up(kept):
+    """It leaves while it reads what another one waits for."""
+    server = kept[0]
+    scheduler, prompt = server.server.scheduler, [9 + n % 800 for n in range(1500)]
+    left, raw = scheduler.totals.cancelled, json.dumps({"prompt": prompt, **LIMITS}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(f"{head}{len(raw)}\r\n\r\n".encode() + raw)
+            wait_for(lambda: scheduler.running)
+            second = pool.submit(usage, server, prompt)
+        text, cached = second.result(20)
+    assert scheduler.totals.cancelled == left + 1 and cached < 1500
+    assert text == usage(kept[1], prompt)[0]
+    server.idle()
 
 
 # --- room
@@ -357,6 +404,17 @@ def test_kept_prompts_are_in_the_budget_and_leave_first(policy, least_room, bund
         assert totals.finished == 18 and totals.failed == totals.preempted == 0
         assert engine.kept_tokens() < 7 * 256 + 4 * 64, "some have left"
         assert served.resident_bytes_peak <= served.budget_bytes
+
+
+def test_tokens_of_kept_chunks_are_under_the_limit_of_all(bundle, tokenizer):
+    """--max-kv-tokens 400 holds a request of 204 tokens and 192 kept ones: each prompt replaces the last."""
+    model = moepack.load(bundle, policy="static:bf16")
+    with serving(model, tokenizer, Options(NAME, limits=Limits(step_tokens=256, kv_tokens=400))) as server:
+        for start in (1, 2, 3):
+            prompt = [start] * 200
+            assert usage(server, prompt, max_tokens=4)[1] == 0
+            assert server.server.engine.kept_tokens() == 192
+        assert usage(server, [3] * 200, max_tokens=4)[1] == 192 and usage(server, [2] * 200, max_tokens=4)[1] == 0
 
 
 def test_the_default_is_a_part_of_the_budget(bundle, monkeypatch):

@@ -124,6 +124,17 @@ def test_a_full_queue(bench):
     b.ended()
 
 
+def test_a_cancelled_job_leaves_before_the_next_step(bench):
+    b = bench(Machine(gate=threading.Event()))
+    b.ask([1], 900)
+    b.ask([2], 5)
+    b.jobs[0].cancelled = True
+    b.open()
+    b.ended()
+    wait_for(lambda: not b.scheduler.running)
+    assert b.scheduler.totals.cancelled == 1 and b.machine.held() == 0 and len(b.machine.passes) < 20
+
+
 def test_ends_and_stop_strings(bench):
     b = bench()
     whole = expected([3, 4], 10).split()
@@ -227,3 +238,11 @@ def test_stopping_finishes_what_runs_and_drops_what_waits(bench):
     assert told[1][-1].error.status == 503
     with pytest.raises(ApiError, match="stopping"):
         b.ask([1], 1)
+
+
+def test_closing_drops_what_runs(bench):
+    b = bench(Machine(before=lambda items: time.sleep(0.05)))
+    told = b.ask([1], 900)
+    wait_for(lambda: told)
+    b.scheduler.close()
+    assert len(told) < 900 and told[-1].error.status == 503

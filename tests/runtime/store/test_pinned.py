@@ -220,6 +220,21 @@ def test_regions_in_order():
 # --- while filling, and after
 
 
+def test_an_error_in_a_thread_is_raised_and_ends_the_others(opened):
+    """Bytes that were not read must not count as good ones."""
+    extents = [opened.stored(*place) for place in PLACES]
+    asked = []
+
+    def before(size):
+        asked.append(size)
+        if len(asked) == 3:
+            raise MemoryError("no room")
+
+    with pytest.raises(MemoryError, match="no room"):
+        filling.read_extents(extents, None, 2, before, lambda stored: None, None)
+    assert len(asked) < len(PLACES)
+
+
 def test_closing_ends_the_filling(opened, monkeypatch):
     """Between two extents: so many as are being read when it closes are read, and no more."""
     reached, real = threading.Event(), filling.read_extents

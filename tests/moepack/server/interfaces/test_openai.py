@@ -4,17 +4,20 @@ import json
 import re
 import runpy
 import sys
+import urllib.error
 from pathlib import Path
 
 import pytest
 import torch
-from server_fixtures import NAME
+from server_fixtures import NAME, post
+from support import at_once
 
 openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).resolve().parents[4]
 PROMPT = "The history of"
 GREEDY = {"model": NAME, "temperature": 0}
+WORDS = ["The", "history", "of", "the", "world", "is", "long", "and", "has", "many", "people", "in", "it"]
 SAID = [{"role": "user", "content": "Tell me a story"}]
 
 
@@ -38,6 +41,26 @@ def test_greedy_is_what_the_model_says(exact, plain, tokenizer):
         logs = torch.log_softmax(plain(wanted).logits[0, 2:-1], -1)
     best = logs.gather(1, wanted[0, 3:, None])[:, 0]
     assert out.choices[0].logprobs.token_logprobs == pytest.approx(best.tolist(), abs=1e-4)
+
+
+def test_beside_others_an_answer_is_what_it_is_alone(exact, plain, tokenizer):
+    """Greedy tokens in float32 equal those of plain transformers, also for prompts longer than a step."""
+    prompts = [" ".join((WORDS * 12)[n : n + 1 + 9 * n]) for n in range(12)]
+    found = {}
+    client = exact.client()
+
+    def one(n):
+        found[n] = complete(client, prompt=prompts[n], max_tokens=30, extra_body={"ignore_eos": True}).choices[0].text
+
+    steps = exact.server.scheduler.totals.steps
+    at_once(one, 12)
+    assert exact.server.scheduler.totals.steps - steps < 12 * 30 / 3  # they did share passes
+    for n, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        wanted = plain.generate(
+            ids, max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        assert found[n] == tokenizer.decode(wanted[0, ids.shape[1] :], skip_special_tokens=True), prompt
 
 
 def test_a_stream_says_the_same(client):
@@ -223,6 +246,18 @@ def test_models_and_errors(running):
     assert 3 + most < context, "the budget is the limit here"
     with pytest.raises(openai.BadRequestError, match=f"{most + 3} tokens, which the memory budget holds now"):
         complete(client, prompt=[5] * (most + 4))
+
+
+@pytest.mark.parametrize("given", ({}, {"model": None}))
+def test_without_a_name_the_served_model_answers(running, given):
+    """Chats have to name it, as OpenAI's do."""
+    found = json.loads(
+        post(f"{running.url}/v1/completions", {**given, "prompt": PROMPT, "max_tokens": 3, "temperature": 0})
+    )
+    assert found["model"] == NAME and found["usage"]["completion_tokens"] == 3
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(f"{running.url}/v1/chat/completions", {**given, "messages": SAID})
+    assert caught.value.code == 400 and json.load(caught.value)["error"]["param"] == "model"
 
 
 def test_a_client_that_vanishes_frees_its_slot(running):

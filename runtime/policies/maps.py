@@ -1,16 +1,15 @@
-"""Policies whose maps of versions never change: `static`; and in a budget `uniform`, and its baseline `random`."""
+"""Maps of versions that never change, made of a bundle."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moepack.pack.errors import InputError
 from moepack.runtime.allocation.knapsack import uniform
 
-from .contract import Entry, Versions
+from .contract import Versions
 
 if TYPE_CHECKING:
     from moepack.pack.reader import Bundle
@@ -61,7 +60,7 @@ def _read_map(file: str) -> Versions:
 
 
 def uniform_map(bundle: Bundle, room: int) -> Versions:
-    """Make the map of one version, and of the next better one for as many experts as `room` bytes still hold.
+    """Make the map of versions that fits `room` bytes.
 
     Raises:
         BudgetError: when the smallest versions do not fit.
@@ -73,32 +72,3 @@ def uniform_map(bundle: Bundle, room: int) -> Versions:
     ]
     chosen = iter(uniform(sizes, room))
     return tuple(tuple(bundle.versions[next(chosen)].name for _ in range(x.experts)) for x in bundle.layers)
-
-
-def random_map(bundle: Bundle, seed: int, room: int | None) -> Versions:
-    """Deal the versions of `uniform_map` to the experts of each layer at random; a seed always draws the same map.
-
-    Raises:
-        BudgetError: when the smallest versions do not fit.
-    """
-    draw = random.Random(seed)
-    return tuple(tuple(draw.sample(row, len(row))) for row in uniform_map(bundle, room or 0))
-
-
-def _nothing(argument: str) -> None:
-    if argument:
-        raise InputError("uniform takes nothing after a colon")
-
-
-def _seed(argument: str) -> int:
-    key, _, value = argument.partition("=")
-    if argument and (key != "seed" or not value.isdecimal()):
-        raise InputError("random takes seed=NUMBER alone")
-    return int(value or 0)
-
-
-STATIC = Entry("static", "static, static:VERSION, static:FILE.json, static:allocation", parse=str, versions=static_map)
-UNIFORM = Entry(
-    "uniform", "uniform", _nothing, needs_budget=True, versions=lambda bundle, _, room: uniform_map(bundle, room or 0)
-)
-RANDOM = Entry("random", "random[:seed=N]", _seed, needs_budget=True, versions=random_map)

@@ -10,13 +10,13 @@ from typing import Any
 from moepack.pack.errors import InputError
 from moepack.pack.spec import version_names
 
-from . import hotness, importance, lru, maps, paged, prefill
+from . import hotness, importance, lru, paged, prefill, random_map, static, uniform
 from .contract import Entry
 
 ENTRIES: tuple[Entry, ...] = (
-    maps.STATIC,
-    maps.UNIFORM,
-    maps.RANDOM,
+    static.ENTRY,
+    uniform.ENTRY,
+    random_map.ENTRY,
     hotness.ENTRY,
     prefill.ENTRY,
     importance.ENTRY,
@@ -50,7 +50,7 @@ def parse_policy(text: str | None, in_budget: bool | None = None) -> Policy:
     Raises:
         InputError: for an unknown policy or option, or a policy that needs a budget.
     """
-    name, _, argument = (text or (hotness.ENTRY if in_budget else maps.STATIC).name).partition(":")
+    name, _, argument = (text or (hotness.ENTRY if in_budget else static.ENTRY).name).partition(":")
     entry = next((e for e in ENTRIES if e.name == name), None)
     if entry is None:
         raise InputError(f"policy {text!r} is unknown: {_meant(str(text))}there are {usages()}")
@@ -66,7 +66,7 @@ def _meant(text: str) -> str:
     """Ask for the policy that a text may mean: a version served alone, or one of which the colon is missing."""
     name, _, rest = re.sub("[:;/ ]", ",", text, count=1).partition(",")
     if not rest and name.lower() in (*version_names(), "allocation"):
-        return f"did you mean {maps.STATIC.name}:{name.lower()}? "
+        return f"did you mean {static.ENTRY.name}:{name.lower()}? "
     near = difflib.get_close_matches(name.lower(), [e.name for e in ENTRIES], n=1)
     if not near:
         return ""
@@ -88,7 +88,7 @@ def completions(text: str) -> list[tuple[str, str]]:
         words = entry.keys.get(key, ())
         words = words or (tuple(version_names()) if key in ("hi", "lo") else ())
         return [(f"{start}{key}={word}", f"a value of {key}") for word in words]
-    if entry is maps.STATIC:
+    if entry is static.ENTRY:
         return [(f"{start}{word}", "a version, or the bundle's map") for word in (*version_names(), "allocation")]
     return [(f"{start}{key}=", "an option") for key in entry.keys if f"{key}=" not in before]
 

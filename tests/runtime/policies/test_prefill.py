@@ -17,8 +17,9 @@ from moepack.runtime.policies.contract import (
     SequenceEnded,
     Setting,
 )
-from moepack.runtime.policies.maps import random_map, uniform_map
+from moepack.runtime.policies.maps import uniform_map
 from moepack.runtime.policies.prefill import Prefill, PrefillOptions
+from moepack.runtime.policies.random_map import random_map
 from moepack.runtime.policies.reducers import GATES
 
 VERSIONS = tuple(Version.of(name, 0 if name == "bf16" else 64) for name in ("bf16", "w4", "w3", "w2", "w1"))

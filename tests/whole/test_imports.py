@@ -198,7 +198,7 @@ def test_the_registry_alone_knows_policies(found):
     policies = {name for name in found[registry] if name.startswith("runtime.policies.")} - {
         "runtime.policies.contract"
     }
-    assert len(policies) > 5
+    assert len(policies) > 7
     assert {name: used & policies for name, used in found.items() if used & policies and name != registry} == {}
 
 

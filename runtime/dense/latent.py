@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from moepack.families.arguments import attends_by_name
 from moepack.runtime.kernels.affine_native import has_tiles
@@ -196,7 +197,7 @@ class LatentMap(Uncopied):
     def holds(self, module: nn.Module) -> bool:
         """Whether the module's map is the same, at its address, and nothing was put before or after it."""
         found: Any = module._modules[MAP]
-        if found is not self._map or is_observed(found):
+        if found is not self._map or is_observed(found) or _has_any_global_hook():
             return False
         if isinstance(found, PackedLinear):
             return True

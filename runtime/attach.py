@@ -179,7 +179,8 @@ def _held_back(
     needs = measure(bundle, model.config, model.dtype, device, workload, dense, own)
     activations = needs.activations
     if device.type == "cuda":
-        activations = max(activations, on_cuda(model, bundle.layers, device, needs)) + graphs.wanted() * graphs.MEMORY
+        activations = max(activations, on_cuda(model, bundle.layers, device, needs))
+        activations += graphs.wanted() * graphs.memory(model)
         taken = rounding(len(set(devices)), live)
     return Fixed(fixed.dense + taken, needs.kv_bytes, activations), replace(needs, activations=activations)
 

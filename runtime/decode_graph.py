@@ -6,7 +6,7 @@ tensors, the handle table and the counters of a step are copied there and back o
 changing versions between replays. What is read at other addresses, or decided by the host in a pass, is never
 captured: experts that the host runs or that are in pages, policies that make passes wait, padding.
 
-A budget holds back `graphs.MEMORY` for the graphs of a model. A capture that fails is tried again after AGAIN passes,
+A budget holds back `graphs.memory` for the graphs of a model. A capture that fails is tried again after AGAIN passes,
 then after twice as many each time, because a lack of memory passes. Graphs that were used least recently make room,
 but none that was replayed since the pass in need of room was last tried: passes in turn would evict each other.
 """
@@ -84,8 +84,9 @@ class _Captured:
 class DecodeGraphs:
     """The graphs of one model. Passes of several threads take turns while they use them."""
 
-    def __init__(self, layers: Sequence[LayerExperts]) -> None:
-        """Capture passes of a model with these layers of experts."""
+    def __init__(self, layers: Sequence[LayerExperts], memory: int = graphs.MEMORY) -> None:
+        """Capture passes of a model with these layers of experts; `memory` is what a budget holds back for graphs."""
+        self._memory = memory
         self._layers = tuple(layers)
         self._lock = threading.Lock()
         # passes that a graph may hold; captures that failed
@@ -113,7 +114,7 @@ class DecodeGraphs:
             args: and `kwargs`, of the pass.
             step: the running step of the pass.
             given: the pass's arguments by name.
-            bounded: whether the model has a budget, which holds back `graphs.MEMORY` for all graphs.
+            bounded: whether the model has a budget, which holds back memory for all graphs.
         """
         cache = cache_of(given)
         ids = inputs(given)
@@ -218,7 +219,7 @@ class DecodeGraphs:
                 self._evict(1, waiting.since)
             self._failed(waiting, str(error).split("\n")[0] or type(error).__name__)
             return None
-        if bounded and (taken := self._taken(made)) > graphs.MEMORY:
+        if bounded and (taken := self._taken(made)) > self._memory:
             others = len(self._made)
             self._made.clear()  # a pool of torch's allocator is given back with its last graph
             self._failed(waiting, f"{others + 1} graphs take {taken} bytes", never=not others)

@@ -60,14 +60,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("moepack.runtime")
 
 
-def decode_graphs(layers: Sequence[LayerExperts]) -> DecodeGraphs | None:
-    """Return what captures a model's passes; None if its experts are not on one GPU, or the environment forbids it."""
+def decode_graphs(layers: Sequence[LayerExperts], memory: int = graphs.MEMORY) -> DecodeGraphs | None:
+    """Return what captures a model's passes; None if its experts are not on one GPU, or the environment forbids it.
+
+    `memory` is what a budget holds back for graphs.
+    """
     kernels = {x.of.backend for x in layers} == {"triton"}
     if not graphs.wanted() or not kernels or len({x.of.device for x in layers}) > 1:
         return None
     from .decode_graph import DecodeGraphs  # which imports Triton
 
-    return DecodeGraphs(layers)
+    return DecodeGraphs(layers, memory)
 
 
 @functools.cache
@@ -128,7 +131,7 @@ class ForwardWrapper:
         self._config = model.config
         self.caches: KvBudget | None = None  # keeps KV caches inside the budget; None without one
         self.watchers: tuple[RoutingCounter, ...] = ()  # other counters of routing, beside the residency manager's
-        self.graphs = decode_graphs(layers)
+        self.graphs = decode_graphs(layers, graphs.memory(model))
         self._closed = False
         self._process = os.getpid()
         self._layers = tuple(layers)

@@ -48,7 +48,8 @@ class GpuLatents(Latents):
 
     def attend_rows(self, query: Tensor, rows: Tensor, scaling: float) -> Tensor | None:
         """Attention over sequences' own memory, whose table is `rows`: [1, heads, sequences, ...], as of `attend`."""
-        if not 0 < query.shape[2] <= SEQUENCES.value or query.dtype != self.latent.dtype:
+        fits = 0 < query.shape[2] <= SEQUENCES.value and query.stride(3) == 1
+        if not fits or query.dtype != self.latent.dtype:
             return None
 
         def sums(lifted: Tensor, asked: Tensor) -> Tensor:
@@ -83,7 +84,11 @@ class GpuLatentMap(LatentMap):
         """Read the sizes of a module; raise ValueError or AttributeError for one whose map the kernels do not read."""
         super().__init__(module)
         of: Any = self._map
-        self.device = (of.packed if isinstance(of, PackedLinear) else of.weight).device
+        packed = isinstance(of, PackedLinear)
+        self.device = (of.packed if packed else of.weight).device
+        dtype = _dtype(module)
+        each = 2 if dtype == torch.bfloat16 else 2 + dtype.itemsize
+        self.unpacks = each * of.out_features * of.in_features * packed  # bytes that a step makes of the map
         if not latent_triton.fits(self.rank, module.qk_rope_head_dim):
             raise ValueError(f"no blocks for {self.rank} and {module.qk_rope_head_dim} numbers")
 
@@ -133,6 +138,11 @@ def serve_gpu_latents(model: nn.Module) -> dict[str, int]:
     return trials.done()
 
 
+def _dtype(module: nn.Module) -> torch.dtype:
+    """Return the dtype in which a module computes."""
+    return next(p.dtype for p in module.parameters() if p.dtype.is_floating_point)
+
+
 def _trial(module: FamilyModule) -> bool:
     """Whether attention over latents has the results of a module's own expansion, in the dtype in which it serves.
 
@@ -142,7 +152,7 @@ def _trial(module: FamilyModule) -> bool:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     of = GpuLatentMap(module)
-    dtype = next(p.dtype for p in module.parameters() if p.dtype.is_floating_point)
+    dtype = _dtype(module)
     if dtype not in FLOATS:
         return False
     generator = torch.Generator().manual_seed(0)

@@ -26,6 +26,12 @@ def wanted() -> bool:
     return found != "off"
 
 
+def memory(model: torch.nn.Module) -> int:
+    """Return the bytes that a model's graphs may take: MEMORY, and beside it the largest map that a step unpacks."""
+    maps = (getattr(module, "_moepack_latent", None) for module in model.modules())
+    return MEMORY + max((getattr(found, "unpacks", 0) for found in maps), default=0)
+
+
 _locks: dict[torch.device, threading.RLock] = {}
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 

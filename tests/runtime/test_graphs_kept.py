@@ -63,13 +63,13 @@ class Cache:
 class Model:
     """A model whose passes differ in their number of sequences alone."""
 
-    def __init__(self, monkeypatch, bounded=False):
+    def __init__(self, monkeypatch, bounded=False, memory=graphs.MEMORY):
         self.gpu, self.bounded, self.eager = Device(), bounded, Counter[int]()
         monkeypatch.setattr(graphs, "capture", self.gpu.capture)
         monkeypatch.setattr(graphs, "reserved", self.gpu.reserved)
         monkeypatch.setattr(graphs, "outside", lambda device: self.gpu.beside)
         monkeypatch.setattr(DecodeGraphs, "_may", lambda *given: True)
-        self.graphs = DecodeGraphs([SimpleNamespace(of=SimpleNamespace(device=torch.device("cpu")))])
+        self.graphs = DecodeGraphs([SimpleNamespace(of=SimpleNamespace(device=torch.device("cpu")))], memory)
         layer = SimpleNamespace(keys=torch.zeros(1), values=torch.zeros(1), cumulative_length=torch.zeros(1))
         self.cache = Cache([layer])
 
@@ -188,6 +188,16 @@ def test_memory_that_graphs_share_is_counted_until_it_goes(monkeypatch):
     assert model.has() == [] and model.gpu.tries[3] == 2
     model.run(3, 2 * RARELY)
     assert model.gpu.tries[3] == 2, "not even alone"
+
+
+def test_a_model_may_hold_back_more(monkeypatch):
+    """For a step that unpacks a map, whose graph was never kept."""
+    model = Model(monkeypatch, bounded=True, memory=graphs.MEMORY + 32 * MIB)
+    model.gpu.needs = {1: graphs.MEMORY + 32 * MIB, 2: graphs.MEMORY + 33 * MIB}
+    model.run(1, 3)
+    assert model.has() == [1]
+    model.run(2, 3)
+    assert model.has() == []
 
 
 def test_a_graph_goes_with_its_cache(model):

@@ -57,6 +57,7 @@ FULL: dict[str, str] = {
     "runtime/kernels/test_exponent_triton.py::test_many_matrices": "interpreted; test_experts_that_slots_name",
     "runtime/test_compile.py::test_what_is_refused": "torch.compile traces a model for each refusal",
     "runtime/test_decode_graph.py::test_a_layer_is_few_operations": "counts a captured step's launches; changes rarely",
+    "runtime/test_decode_graph.py::test_replays_of_latents": "captured steps, interpreted; change rarely",
     "runtime/test_decode_graph.py::test_replays_of_the_servers": "captured steps, interpreted; change rarely",
     "moepack/test_generation.py::test_a_chat_on_a_gpu": "interpreted; the other tests generate on the CPU",
     "runtime/dense/test_on_gpu.py::test_maps_of_one_input": "interpreted; test_every_encoding",

@@ -337,6 +337,54 @@ def test_replays_of_the_servers_passes(bundles, captured, monkeypatch):
     torch.testing.assert_close(made_by_graph, want, rtol=1e-4, atol=1e-5)
 
 
+def test_replays_of_latents_and_states(demo_model, text, made_once, captured, monkeypatch):
+    """Several sequences of latent layers through the server's table, in other orders; two in one static cache.
+
+    Each step is also run without graphs. Beams give a static cache's states other memory, and a reset begins anew.
+    """
+    monkeypatch.setattr("moepack.runtime.residency.sequences.cached_tokens", lambda cache: None)
+    monkeypatch.setattr(attend_triton, "PROGRAMS", 4)  # the interpreter runs one after another
+    monkeypatch.setattr(packed_cache, "GRAIN", 8)
+    monkeypatch.setattr(decode_graph, "WARM", 0)
+    given = {"room": 1 << 22, "kv_tokens": 16 * TOKENS, "prefill_tokens": TOKENS, "dtype": torch.bfloat16}
+    models = []
+    for family in ("DeepSeek-V3", "Kimi-Linear"):
+        name, extra = FAMILIES[family]
+        made = made_once(
+            f"operations-{name}", lambda f, n=name, e=extra: build_tiny(n, f, PLAIN, demo_model, text, **e)
+        )
+        models.append(load(Path(made) / "bundle", "static:w4", **given))
+    model, hybrid = models
+    wrapper, engine = model._moepack_wrapper, Engine(model, TOKENS)
+    captures = wrapper.graphs
+    prompts = [torch.randint(1, 4096, (n,)).tolist() for n in (1, 3, 7)]
+    pairs = [[engine.add(len(p)) for p in prompts] for _ in range(2)]
+    for slots in pairs:
+        engine.run([StepInput(s, p) for s, p in zip(slots, prompts, strict=True)])
+    for step, some in enumerate(((0, 1, 2), (2, 0, 1), (1,), (1, 2), (2, 1, 0), (0, 2))):
+        outs = []
+        for slots, wrapper.graphs in zip(pairs, (None, captures), strict=True):
+            outs.append(torch.stack(engine.run([StepInput(slots[n], [5 + step + n]) for n in some])))
+        assert torch.equal(*outs), step
+    assert [graph.replays for graph in captured] == [3, 1, 2]
+    captured.clear()
+    wrapper = hybrid._moepack_wrapper
+    captures = wrapper.graphs
+    caches = [StaticCache(config=hybrid.config, max_cache_len=TOKENS) for _ in range(2)]
+    for step, tokens in enumerate((4, 1, 1, 1, 1, 4, 1, 1)):
+        outs = []
+        for cache, wrapper.graphs in zip(caches, (None, captures), strict=True):
+            if step == 3:
+                cache.reorder_cache(torch.tensor([1, 1]))
+            if step == 5:
+                cache.reset()
+            with torch.no_grad():
+                x = torch.cat((ids(step, tokens), ids(step + 50, tokens)))
+                outs.append(hybrid(x, use_cache=True, past_key_values=cache).logits)
+        assert torch.equal(*outs), step
+    assert sum(graph.replays for graph in captured) >= 4 and not captures.failures
+
+
 def test_what_is_not_captured(bundles, gpu, monkeypatch):
     """Several tokens, other caches, gradients, padding; a step that cannot be captured goes on as it is."""
     monkeypatch.setenv(graphs.VARIABLE, "on")

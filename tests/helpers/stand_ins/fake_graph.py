@@ -29,6 +29,8 @@ class FakeGraph(TorchDispatchMode):
 
     def _keep(self, tensors: list[Tensor]):
         for t in tensors:
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in t.stride())  # of an expanded one
+            t = t[once]
             if (key := (t.data_ptr(), t.numel())) not in self._before:
                 self._before[key] = t, t.detach().clone()
 

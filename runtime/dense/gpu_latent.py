@@ -21,10 +21,10 @@ from moepack.runtime.kernels.forms import compiled
 
 from .borrowed import Attention
 from .gpu_modules import FLOATS
-from .latent import LatentMap, Latents, in_place_of_latents, is_latent
+from .latent import LatentMap, Latents, in_place_of_latents, replace_latents
 from .linears import FamilyModule, in_place_of
 from .packed import PackedLinear
-from .values import Trials, near
+from .values import near
 
 LENGTH = "_moepack_length"  # what a static cache's latents are given: how many tokens they hold, on the device
 
@@ -126,16 +126,7 @@ def _latent(kind: Any) -> type[nn.Module]:
 
 def serve_gpu_latents(model: nn.Module) -> dict[str, int]:
     """Let modules whose code takes keys and values from latents attend to these; return the number of each class."""
-    trials = Trials[bool]()
-    for module in model.modules():
-        kind: Any = type(module)
-        if not is_latent(module):
-            continue
-        agrees = trials.result(module, functools.partial(_trial, module), without="layer_idx")
-        if trials.count(module, bool(agrees)):
-            module._moepack_latent = GpuLatentMap(module)  # type: ignore[assignment]
-            module.__class__ = _latent(kind)
-    return trials.done()
+    return replace_latents(model, GpuLatentMap, _latent, _trial)
 
 
 def _dtype(module: nn.Module) -> torch.dtype:

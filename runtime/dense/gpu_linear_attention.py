@@ -21,40 +21,19 @@ from moepack.runtime.kernels.delta_triton import GpuDelta
 
 from .by_row import by_row
 from .gpu_modules import FLOATS
-from .linear_attention import KNOWN, NEEDED, LinearPlace, agrees, alike, place_of
+from .linear_attention import LinearPlace, alike, place_of, replace_linear_attention
 from .linears import FamilyModule, in_place_of, learns
-from .projections import NUMBER, cache_argument
-from .values import Trials
 
 
 def serve_gpu_linear_attention(model: nn.Module) -> dict[str, int]:
     """Replace the modules of linear attention that the launches reproduce; return how many were changed, by class."""
-    trials = Trials[bool]()
-    for module in model.modules():
-        kind: Any = type(module)
-        cache = cache_argument(module, NEEDED, KNOWN)
-        if cache is None:
-            continue
-        trial = functools.partial(_trial, module, cache, model.config)
-        sigmoid = trials.result(module, trial, without=NUMBER)
-        place = None if sigmoid is None else _place(module, sigmoid)
-        if trials.count(module, place is not None):
-            module._moepack_linear = place  # type: ignore[assignment]
-            module.__class__ = _served(kind, cache)
-    return trials.done()
-
-
-def _trial(module: FamilyModule, cache: str, config: Any) -> bool | None:
-    """Return whether a module's gate is a sigmoid; None if its own results differ either way."""
-    dtype = module.conv1d.weight.dtype
-    for sigmoid in (False, True):
-        if dtype in FLOATS and agrees(module, _place(module, sigmoid), _served, dtype, cache, config):
-            return sigmoid
-    return None
+    return replace_linear_attention(model, _place, _served, None)
 
 
 def _place(module: FamilyModule, sigmoid: bool) -> LinearPlace | None:
     """Return what a module's launches read; None for a module that they do not fit."""
+    if module.conv1d.weight.dtype not in FLOATS:
+        return None
 
     def rule(sizes: DeltaSizes, places: Any, weights: Any) -> GpuDelta:
         if weights.scale is not None:

@@ -301,11 +301,6 @@ def _usual(module: Any, query: Tensor, key: Latents, mask: Tensor | None, given:
     )
 
 
-def is_latent(module: nn.Module) -> bool:
-    """Whether a module's code makes keys and values from latents, and asks for its attention function by name."""
-    return hasattr(type(module), "expand_kv") and MAP in module._modules and attends_by_name(module)
-
-
 @functools.cache
 def in_place_of_latents(kind: Any) -> type[nn.Module]:
     """Make a subclass of `kind` whose latents the attention function may take unexpanded."""
@@ -320,15 +315,32 @@ def serve_latents(model: nn.Module) -> dict[str, int]:
 
     The model is on a CPU.
     """
+    return replace_latents(model, LatentMap, in_place_of_latents, _trial)
+
+
+def replace_latents(
+    model: nn.Module,
+    map_of: type[LatentMap],
+    served: Callable[[Any], type[nn.Module]],
+    agrees: Callable[[FamilyModule], bool],
+) -> dict[str, int]:
+    """Replace the classes of modules that make keys and values from latents; return how many of each class.
+
+    Args:
+        model: whose modules are tried.
+        map_of: what kernels read of a module.
+        served: makes a class for modules of another one, which ask for their attention function by name.
+        agrees: a module's trial.
+    """
     trials = Trials[bool]()
     for module in model.modules():
-        kind: Any = type(module)
-        if not is_latent(module):
+        kind = type(module)
+        if not hasattr(kind, "expand_kv") or MAP not in module._modules or not attends_by_name(module):
             continue
-        agrees = trials.result(module, functools.partial(_trial, module), without="layer_idx")
-        if trials.count(module, bool(agrees)):
-            module._moepack_latent = LatentMap(module)  # type: ignore[assignment]
-            module.__class__ = in_place_of_latents(kind)
+        found = trials.result(module, functools.partial(agrees, module), without="layer_idx")
+        if trials.count(module, bool(found)):
+            module._moepack_latent = map_of(module)  # type: ignore[assignment]
+            module.__class__ = served(kind)
     return trials.done()
 
 

@@ -154,6 +154,23 @@ def alike(held: Tensor, like: Tensor) -> bool:
 
 def serve_linear_attention(model: nn.Module) -> dict[str, int]:
     """Replace the modules of linear attention that the kernel reproduces; return how many were changed, by class."""
+    return replace_linear_attention(model, place_of, _served, torch.bfloat16)
+
+
+def replace_linear_attention(
+    model: nn.Module,
+    place: Callable[[FamilyModule, bool], LinearPlace | None],
+    served: Served,
+    dtype: torch.dtype | None,
+) -> dict[str, int]:
+    """Replace the modules of linear attention that kernels reproduce; return how many were changed, by class.
+
+    Args:
+        model: whose modules are tried.
+        place: returns what kernels read of a module, by whether its gate is a sigmoid; None where they do not fit.
+        served: makes a class whose modules run the kernels.
+        dtype: of a trial; None for each module's own.
+    """
     trials = Trials[bool]()
     for module in model.modules():
         kind: Any = type(module)
@@ -161,13 +178,29 @@ def serve_linear_attention(model: nn.Module) -> dict[str, int]:
         if cache is None:
             continue
         # KNOWN names let the code use the layer's number for nothing but to find its layer of the cache
-        trial = functools.partial(_trial, module, cache, model.config)
+        trial = functools.partial(_sigmoid_of, module, place, served, dtype, cache, model.config)
         sigmoid = trials.result(module, trial, without=NUMBER)
-        place = None if sigmoid is None else place_of(module, sigmoid)
-        if trials.count(module, place is not None):
-            module._moepack_linear = place  # type: ignore[assignment]
-            module.__class__ = _served(kind, cache)
+        found = None if sigmoid is None else place(module, sigmoid)
+        if trials.count(module, found is not None):
+            module._moepack_linear = found  # type: ignore[assignment]
+            module.__class__ = served(kind, cache)
     return trials.done()
+
+
+def _sigmoid_of(
+    module: FamilyModule,
+    place: Callable[[FamilyModule, bool], LinearPlace | None],
+    served: Served,
+    dtype: torch.dtype | None,
+    cache: str,
+    config: Any,
+) -> bool | None:
+    """Return whether a module's gate is a sigmoid; None if its own results differ either way."""
+    given = dtype or module.conv1d.weight.dtype
+    for sigmoid in (False, True):
+        if _agrees(module, place(module, sigmoid), served, given, cache, config):
+            return sigmoid
+    return None
 
 
 def serve_scans(model: nn.Module) -> dict[str, int]:
@@ -195,16 +228,6 @@ def _scans_alike(module: FamilyModule, cache_name: str, config: Any) -> bool | N
         return True if agree else None
     finally:
         del module._moepack_scan
-
-
-def _trial(module: FamilyModule, cache: str, config: Any) -> bool | None:
-    """Return whether a module's gate is a sigmoid; None if its own results differ either way."""
-    agree = (
-        sigmoid
-        for sigmoid in (False, True)
-        if agrees(module, place_of(module, sigmoid), _served, torch.bfloat16, cache, config)
-    )
-    return next(agree, None)
 
 
 def place_of(module: FamilyModule, sigmoid: bool, rule: Rule = DeltaRule) -> LinearPlace | None:
@@ -368,7 +391,7 @@ def _fits(x: object) -> TypeGuard[Tensor]:
     )
 
 
-def agrees(
+def _agrees(
     module: FamilyModule,
     place: LinearPlace | None,
     served: Served,

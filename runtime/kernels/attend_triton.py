@@ -38,6 +38,17 @@ def _row(field, sequence, OF: tl.constexpr):
     return tl.multiple_of(tl.load(field + sequence).to(tl.pointer_type(OF)), 16)
 
 
+@triton.jit
+def _added(score, values, top, total, out):
+    """Add some keys to a running softmax: its greatest score, its sum of exponentials, and its sum of values."""
+    higher = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weight = tl.exp(score - base[:, None])
+    old = tl.exp(top - base)
+    out = out * old[:, None] + tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+    return higher, total * old + tl.sum(weight, 1), out
+
+
 @triton.jit(do_not_specialize=["room", "stride", "window"])
 def _attend(
     query,
@@ -100,13 +111,7 @@ def _attend(
         if MASKED:
             score += tl.load(mask + sequence * stride + key, mask=here, other=0.0).to(tl.float32)[None, :]
         score = tl.where(here[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp(score - base[:, None])
-        old = tl.exp(top - base)
-        total = total * old + tl.sum(weight, 1)
-        out = out * old[:, None] + tl.dot(weight.to(v.dtype), v, input_precision="ieee")
-        top = higher
+        top, total, out = _added(score, v, top, total, out)
     at = (head * SPLITS + split) * OF + row
     tl.store(part + at[:, None] * SIZE + d[None, :], out, mask=there)
     tl.store(most + at, top, mask=row < OF)

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton import knobs
 
 from . import attend_triton
-from .attend_triton import QUERIES, SEQUENCES, SPLITS, _join, _row
+from .attend_triton import QUERIES, SEQUENCES, SPLITS, _added, _join, _row
 from .routing_triton import power
 
 SIZES = (16, 32, 64, 128, 256, 512)  # of latents, and of rotated parts
@@ -91,13 +91,7 @@ def _over_latents(
         if MASKED:
             here = here & (tl.load(mask + sequence * stride + key, mask=here, other=0) != 0)
         score = tl.where(here[None, :], score, float("-inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp(score - base[:, None])
-        old = tl.exp(top - base)
-        total = total * old + tl.sum(weight, 1)
-        out = out * old[:, None] + tl.dot(weight.to(k.dtype), k, input_precision="ieee")
-        top = higher
+        top, total, out = _added(score, k, top, total, out)
     at = (sequence * SPLITS + split) * HEADS + head
     tl.store(part + at[:, None] * RANK + c[None, :], out, mask=there)
     tl.store(most + at, top, mask=head < HEADS)

@@ -141,8 +141,8 @@ def _passes(side: Worker, asked: Asked, opens: Row) -> Iterator[Row]:
         ids = text(topic, asked.prompt + asked.decode, SESSION)
         if asked.depth:
             side.call("deepen", key="model", ids=text(topic, REPEATED, SESSION + 1), depth=asked.depth)
-        for part in (ids[: asked.prompt], *([token] for token in ids[asked.prompt :])):
-            afresh = len(part) > 1 and not asked.depth
+        for number, part in enumerate((ids[: asked.prompt], *([token] for token in ids[asked.prompt :]))):
+            afresh = number == 0 and not asked.depth
             (seconds,) = side.call("read", key="model", parts=[part], afresh=afresh)
             yield {"text": topic, "tokens": len(part), "seconds": seconds, **side.call("facts", key="model")}
 
